@@ -37,6 +37,7 @@ CODES: dict[str, str] = {
     "FU-LOW-001": "no lowering accepts an operator on this device, or the requested one does not",
     "FU-WCH-001": "weights changed after they were packed into something that still holds the old ones",
     "FU-DEP-001": "a package, compiler or driver that this call needs is missing or does not fit",
+    "FU-DAT-001": "a model, download or data set cannot be had, or is not the one it should be",
 }
 """Every code and its meaning. A code is never reused for something else."""
 
@@ -178,6 +179,13 @@ class MissingDependencyError(FuError, ImportError):
 
     code = "FU-DEP-001"
     advice = "print(fu_compile.doctor()) says what is missing and how to get it."
+
+
+class DataError(FuError):
+    """A model file, download or data set that cannot be had, or whose checksum says that it is another one."""
+
+    code = "FU-DAT-001"
+    advice = "docs/numerics.md names the data sets, their checksums and where they are looked for."
 
 
 class FuWarning(UserWarning):

@@ -38,7 +38,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 OTHER_VARIABLES = {
     "FU_MODE": "the preset, as mode=",
-    "FU_CACHE_DIR": "folder for compiled kernels (default: the user's cache folder)",
+    "FU_CACHE_DIR": "folder for compiled kernels and converted models (default: ~/.cache/futransformer)",
+    "FU_WIKITEXT": "folder or file of WikiText-2 raw, for perplexity",
 }
 """Environment variables that are no options."""
 
