@@ -98,7 +98,7 @@ def smollm2(
 
 
 def cache_folder() -> Path:
-    """``FU_CACHE_DIR`` or ``~/.cache/futransformer``; where it cannot be written, a temporary folder, with a warning."""
+    """``FU_CACHE_DIR`` or ``~/.cache/futransformer``; elsewhere, if it cannot be written, with a warning."""
     wanted = Path(os.environ.get("FU_CACHE_DIR") or Path("~/.cache/futransformer")).expanduser()
     try:
         wanted.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def static_cache(model: Any, length: int, batch_size: int = 1) -> Any:
 
 @contextmanager
 def compiled(model: Any, mode: str | None = None, **options: Any) -> Iterator[Any]:
-    """Inside, ``model`` goes through the backend with these options; afterwards it is as before, Dynamo's cache empty."""
+    """Inside, ``model`` goes through the backend with these options; afterwards it is as before and Dynamo is reset."""
     before = model._compiled_call_impl
     torch.compiler.reset()
     try:
@@ -149,6 +149,16 @@ def compiled(model: Any, mode: str | None = None, **options: Any) -> Iterator[An
     finally:
         model._compiled_call_impl = before
         torch.compiler.reset()
+
+
+@contextmanager
+def uncompiled(model: Any) -> Iterator[Any]:
+    """Inside, ``model`` runs as transformers wrote it, compiled before or not; afterwards it is as before."""
+    before, model._compiled_call_impl = model._compiled_call_impl, None
+    try:
+        yield model
+    finally:
+        model._compiled_call_impl = before
 
 
 def _forget_gguf(model: Any) -> None:
