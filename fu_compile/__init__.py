@@ -1,0 +1,63 @@
+"""FuTransformer: a ``torch.compile`` backend that runs Llama-style models with FP8 prefill and INT4 decode.
+
+    model.compile(backend="futransformer")      # or fu_compile.compile(model, decode="bf16")
+    model.generate(**inputs, cache_implementation="static")
+    print(fu_compile.report(model))
+
+Importing this package imports nothing else, not even torch: every name below is looked up when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fu_compile import errors as errors
+    from fu_compile.backend import compile as compile
+    from fu_compile.doctor import doctor as doctor
+    from fu_compile.errors import FuError as FuError
+    from fu_compile.errors import FuWarning as FuWarning
+    from fu_compile.options import Options as Options
+    from fu_compile.report import explain as explain
+    from fu_compile.report import report as report
+
+    __version__: str
+
+# `report` and `doctor` are modules that can be called: the module and its main function bear one name, and whichever
+# import came first, `fu_compile.report(model)` and `from fu_compile.report import Report` both work.
+_PUBLIC: dict[str, tuple[str, str | None]] = {
+    "FuError": ("errors", "FuError"),
+    "FuWarning": ("errors", "FuWarning"),
+    "Options": ("options", "Options"),
+    "compile": ("backend", "compile"),
+    "doctor": ("doctor", None),
+    "errors": ("errors", None),
+    "explain": ("report", "explain"),
+    "report": ("report", None),
+}
+
+__all__ = ["FuError", "FuWarning", "Options", "__version__", "compile", "doctor", "errors", "explain", "report"]
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            value: Any = version("futransformer")
+        except PackageNotFoundError:  # run from a source tree that was never installed
+            value = "0+unknown"
+    elif name in _PUBLIC:
+        module, attribute = _PUBLIC[name]
+        value = importlib.import_module(f"{__name__}.{module}")
+        value = value if attribute is None else getattr(value, attribute)
+    else:
+        raise AttributeError(f"module 'fu_compile' has no attribute {name!r}; it has {', '.join(__all__)}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,655 @@
+"""What happened to a model: the data that the backend writes down, and its text, dictionary and page.
+
+The backend makes one :class:`ModelReport` per compiled model (:func:`new_record`) and appends a :class:`GraphReport`
+per graph; the runtime counts. ``fu_compile.report(model)`` reads them, ``fu_compile.explain(model)`` makes one without
+compiling or packing anything.
+
+The *layer map* is the short answer: one row per decoder layer, one column per piece of the Llama block, in each cell
+the number format that the piece runs in. It is computed from the final operators of a graph by the tables below.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import io
+import itertools
+import re
+import shutil
+import sys
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fu_compile.errors import OptionError, through_dynamo
+from fu_compile.options import Options
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import RenderableType
+
+    from fu_compile.passes import Event
+
+VERSION = 1
+"""Version of the dictionary that :meth:`Report.as_dict` makes."""
+
+COUNTERS: dict[str, str] = {
+    "calls": "calls of a compiled graph",
+    "prefill_calls": "calls with several tokens against a cache",
+    "decode_calls": "calls with one token per sequence against a cache",
+    "score_calls": "calls without a cache",
+    "graphs": "graphs that Dynamo handed over",
+    "captures": "CUDA graphs captured",
+    "fallbacks": "times something was left to the uncompiled or general path",
+    "reimports": "INT4 caches read again because something else wrote to the model's cache",
+    "imports": "INT4 caches filled from the model's cache for the first time",
+    "repacks": "weights packed again because a parameter changed",
+    "packs": "weights packed",
+    "saturations": "FP8 calls that were repeated because a value did not fit",
+    "bytes_original": "bytes of the model's own parameters",
+    "bytes_packed": "bytes of packed weights",
+    "bytes_dense": "bytes of dequantised or folded copies of weights (reference lowerings)",
+    "bytes_kv": "bytes of INT4 caches",
+}
+"""Every counter and its meaning: the keys of ``report.counters``."""
+
+PIECES = ("norms", "qkv", "attention", "cache", "swiglu", "residual", "head")
+"""Columns of the layer map."""
+
+FORMATS: dict[str, str] = {
+    "int4": "INT4",
+    "fp8": "FP8 e4m3",
+    "bf16": "16 bit, gain folded",
+    "exact": "eager's own numerics",
+    "model": "the model's dtype",
+    "missed": "not recognised: see the near misses",
+}
+"""What a cell of the layer map can say."""
+
+_OPERATORS: dict[str, tuple[tuple[str, str], ...]] = {
+    "rms_norm": (("norms", "exact"),),
+    "rotary": (("qkv", "exact"),),
+    "swiglu": (("swiglu", "exact"),),
+    "residual": (("residual", "exact"),),
+    "qkv": (("qkv", "exact"),),
+    "attention": (("attention", "exact"),),
+    "kv_write_": (("cache", "model"),),
+    "kv_roll_": (("cache", "model"),),
+    "kv_fill_": (("cache", "model"),),
+    "kv_cat": (("cache", "model"),),
+    "qkv_rope": (("qkv", ""),),
+    "qkv_append": (("qkv", ""), ("cache", "int4")),
+    "attention_int4": (("attention", "int4"), ("cache", "int4")),
+    "attention_prefill": (("attention", "model"),),
+    "kv_append_": (("cache", "int4"),),
+    "kv_dequantize": (("cache", "int4"),),
+}
+"""Operator -> the pieces it runs and their format; an empty format means: as the projection beside it."""
+
+_LINEAR = {"linear_int4": "int4", "linear_fp8": "fp8", "linear_bf16": "bf16", "linear_exact": "exact"}
+_FUSED_PIECES = {"rms": "norms", "swiglu": "swiglu", "residual": "residual"}
+_PATH_PIECES: tuple[tuple[str, str], ...] = (
+    (r"(q_proj|k_proj|v_proj|qkv)\w*$", "qkv"),
+    (r"(o_proj|out_proj|down_proj)\w*$", "residual"),
+    (r"(gate|up|w1|w3)\w*$", "swiglu"),
+    (r"head\w*$", "head"),
+    (r"(norm\w*|ln_\w+)$", "norms"),
+    (r"attn\w*$", "qkv"),
+    (r"(mlp|feed_forward)$", "swiglu"),
+)
+"""End of a module path -> piece; the first that fits."""
+_PASS_PIECES = {
+    "rms_norm": "norms",
+    "rotary": "qkv",
+    "swiglu": "swiglu",
+    "kv_write": "cache",
+    "redirect_kv": "cache",
+    "attention": "attention",
+    "qkv": "qkv",
+    "residual": "residual",
+    "last_logits": "head",
+    "fold_gain": "norms",
+}
+
+
+@dataclass
+class GraphReport:
+    """One graph: what was decided and why, what fired, what is left. Written by the backend."""
+
+    index: int
+    phase: str
+    """``prefill``, ``decode`` or ``score``."""
+    batch: str
+    """A number, or the symbol of a size that changes."""
+    query_length: str
+    decision: dict[str, str] = field(default_factory=dict)
+    """What was decided -> value."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """What was decided -> why, a sentence."""
+    events: list[Event] = field(default_factory=list)
+    """Rewrites that fired and near misses, in order."""
+    fused: list[tuple[str, str, str]] = field(default_factory=list)
+    """Final operators in graph order: (layer path, operator, detail). The words of ``detail`` name what is fused into a
+    projection: ``rms``, ``bias``, ``swiglu``, ``residual``."""
+    lowerings: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Operator -> (lowering, why this one)."""
+    left_to_aten: dict[str, int] = field(default_factory=dict)
+    """ATen operators that remain -> how many."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Step (``capture``, a pass, ``lowering``...) -> seconds."""
+    calls: int = 0
+
+    def operators(self) -> Counter[str]:
+        """How many of each of our operators the final graph has."""
+        return Counter(name for _, name, _ in self.fused)
+
+    def fired(self) -> Counter[str]:
+        """How often each pass fired."""
+        return Counter(event.name for event in self.events if event.fired)
+
+    def near_misses(self) -> list[Event]:
+        """What a pass nearly took."""
+        return [event for event in self.events if not event.fired]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, in types that JSON has."""
+        return {
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+            "events": [dataclasses.asdict(event) for event in self.events],
+            "fused": [list(entry) for entry in self.fused],
+            "lowerings": {name: list(pair) for name, pair in self.lowerings.items()},
+            "operators": dict(self.operators()),
+            "fired": dict(self.fired()),
+            "layer_map": {
+                layer: {piece: dataclasses.asdict(cell) for piece, cell in row.items()}
+                for layer, row in layer_map(self).items()
+            },
+        }
+
+
+@dataclass
+class Cell:
+    """One piece of one layer."""
+
+    formats: list[str] = field(default_factory=list)
+    """Keys of :data:`FORMATS`, without repetition."""
+    lowerings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Operators with their lowering and its reason; near misses with their reason."""
+    missed: bool = False
+
+    def __str__(self) -> str:
+        text = "+".join(self.formats) or ("missed" if self.missed else "-")
+        return f"{text}!" if self.missed and self.formats else text
+
+
+@dataclass
+class ModelReport:
+    """One compiled model. Written by the backend and the runtime, read by :class:`Report`."""
+
+    name: str
+    options: Options
+    graphs: list[GraphReport] = field(default_factory=list)
+    counters: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTERS, 0)))
+    fallbacks: list[tuple[str, str]] = field(default_factory=list)
+    """(reason, where), each pair once; ``counters["fallbacks"]`` counts every time."""
+    notes: list[str] = field(default_factory=list)
+    """What else a reader should know: options that do not apply on this device, for example."""
+    ties: list[weakref.ref[Any]] = field(default_factory=list, repr=False)
+
+    def tie(self, *objects: object) -> None:
+        """Remembers (weakly) modules or parameters by which :func:`report` finds this record."""
+        known = {id(ref()) for ref in self.ties}
+        self.ties += [weakref.ref(o) for o in objects if id(o) not in known]
+
+    def add_graph(self, graph: GraphReport) -> None:
+        """Appends a graph and counts it."""
+        self.graphs.append(graph)
+        self.counters["graphs"] += 1
+
+    def fall_back(self, reason: str, where: str = "") -> bool:
+        """Counts a fallback. True if this reason and place are new, so that the caller warns once."""
+        self.counters["fallbacks"] += 1
+        if (reason, where) in self.fallbacks:
+            return False
+        self.fallbacks.append((reason, where))
+        return True
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, in types that JSON has."""
+        return {
+            "name": self.name,
+            "options": self.options.as_dict(),
+            "counters": dict(self.counters),
+            "fallbacks": [{"reason": reason, "where": where} for reason, where in self.fallbacks],
+            "notes": list(self.notes),
+            "graphs": [graph.as_dict() for graph in self.graphs],
+        }
+
+
+# ---- the registry --------------------------------------------------------------------------------------------------
+
+_records: list[ModelReport] = []
+_UNTIED = 64
+"""Records kept of compiled callables whose model is unknown; the oldest go first."""
+
+
+def new_record(name: str, options: Options, *ties: object) -> ModelReport:
+    """A new record in the registry, found later by any of ``ties`` (the model, or some of its parameters)."""
+    record = ModelReport(name, options)
+    record.tie(*ties)
+    alive = [r for r in _records if not r.ties or any(ref() is not None for ref in r.ties)]
+    untied = [r for r in alive if not r.ties][:-_UNTIED]
+    _records[:] = [r for r in alive if r not in untied] + [record]
+    return record
+
+
+def record_of(model: torch.nn.Module) -> ModelReport | None:
+    """The newest record that is tied to ``model``, to one of its modules or to one of its parameters."""
+    owned = {id(m) for m in model.modules()} | {id(p) for p in model.parameters()}
+    for record in reversed(_records):
+        if any((o := ref()) is not None and id(o) in owned for ref in record.ties):
+            return record
+    return None
+
+
+# ---- what a user gets ----------------------------------------------------------------------------------------------
+
+
+class Report:
+    """What happened to one or several models. ``str()`` is text, :meth:`as_dict` JSON, :meth:`to_html` a page."""
+
+    def __init__(self, models: Iterable[ModelReport], nothing: str = "") -> None:
+        self.models = list(models)
+        self._nothing = nothing or "nothing was compiled with backend 'futransformer' in this process"
+
+    @property
+    def graphs(self) -> list[GraphReport]:
+        """The graphs of all models, in order."""
+        return [graph for model in self.models for graph in model.graphs]
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """A flat dictionary with every key of :data:`COUNTERS`, summed over the models."""
+        total = Counter(dict.fromkeys(COUNTERS, 0))
+        for model in self.models:
+            for name, value in model.counters.items():
+                total[name] += int(value)
+        return dict(total)
+
+    @property
+    def fallbacks(self) -> list[tuple[str, str]]:
+        """(reason, where) of everything that was left to another path."""
+        return [entry for model in self.models for entry in model.fallbacks]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, in types that JSON has, with a version."""
+        return {"version": VERSION, "counters": self.counters, "models": [m.as_dict() for m in self.models]}
+
+    def to_html(self, path: str | Path) -> Path:
+        """Writes one self-contained page (no scripts or styles from elsewhere) and returns its path."""
+        from fu_compile.report_html import page
+
+        target = Path(path)
+        target.write_text(page(self), encoding="utf-8")
+        return target
+
+    def to_text(self, width: int | None = None) -> str:
+        """The text of ``str()``, at most ``width`` columns wide (default: the terminal's, 100 without one)."""
+        if not self.models:
+            return self._nothing
+        return render(itertools.chain.from_iterable(_model_text(model) for model in self.models), width)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"<Report: {len(self.models)} models, {len(self.graphs)} graphs>"
+
+
+def report(model: torch.nn.Module | None = None) -> Report:
+    """What the backend did with ``model``, or with every model of this process.
+
+    Args:
+        model: a model that was compiled in place, or its ``torch.compile`` wrapper; none: all of them.
+    """
+    if model is None:
+        return Report(_records)
+    model = unwrap(model)
+    record = record_of(model)
+    nothing = (
+        f"no call of this {type(model).__name__} has reached backend 'futransformer' yet;"
+        " print(fu_compile.doctor(model)) says whether one will"
+    )
+    return Report([record] if record else [], nothing)
+
+
+def unwrap(model: Any) -> torch.nn.Module:
+    """The module inside a ``torch.compile`` wrapper; a module as it is.
+
+    Raises:
+        OptionError: for anything that is not a module.
+    """
+    from torch import nn
+
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, nn.Module):
+        raise OptionError(f"expected a torch.nn.Module, got {type(model).__name__}", advice="Pass the model itself.")
+    return inner
+
+
+# ---- explain -------------------------------------------------------------------------------------------------------
+
+PREFILL_TOKENS = 16
+"""Length of the prompt that :func:`explain` makes up."""
+
+_explained = itertools.count()
+
+
+def explain(
+    model: torch.nn.Module,
+    *,
+    mode: str | None = None,
+    options: Options | Mapping[str, Any] | None = None,
+    **inputs: Any,
+) -> Report:
+    """What the backend would do with ``model``: captures and rewrites its graphs, compiles and packs nothing.
+
+    Works on the meta device (full-size configurations without weights). The model is left as it was.
+
+    Args:
+        model: a causal language model of transformers.
+        mode, options: as for ``fu_compile.compile``.
+        inputs: keyword inputs of one forward call. Without any, a prompt of 16 tokens and one decode step through a
+            ``StaticCache`` are made up from the configuration.
+
+    Raises:
+        OptionError: for an unknown option.
+        FuError: what compiling would raise, except that a graph without a Llama block is only reported.
+    """
+    import torch
+
+    from fu_compile.backend import analyse
+    from fu_compile.errors import NoLlamaBlockError
+
+    model = unwrap(model)
+    chosen = Options.resolve(mode, options)
+    record = ModelReport(type(model).__name__, chosen)
+    record.notes += chosen.not_applicable(_device_of(model).type).values()
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        with through_dynamo():
+            try:
+                record.add_graph(analyse(gm, example_inputs, chosen, record))
+            except NoLlamaBlockError as error:
+                record.fall_back(error.what, error.where)
+        return gm.forward
+
+    # Dynamo keeps its entries and its knowledge of sizes per code object and function name: with a code object of its
+    # own, an explanation neither uses up the model's recompilations nor makes the sizes of the next one dynamic.
+    code = _call.__code__.replace(co_name=f"explain_{next(_explained)}")
+    call = torch.compile(types.FunctionType(code, _call.__globals__), backend=backend)
+    with _untouched(model), torch.no_grad():
+        if inputs:
+            # A cache is written to: the user's stays as it is.
+            call(model, **{k: v if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in inputs.items()})
+        else:
+            for made_up in _made_up_inputs(model):
+                call(model, **made_up)
+    if not record.graphs and not record.fallbacks:
+        record.fall_back("Dynamo captured no graph: the model's forward runs uncompiled code only", record.name)
+    return Report([record])
+
+
+def _call(self: torch.nn.Module, **kwargs: Any) -> Any:
+    # Not self(...): that would run what model.compile() installed. The names are those of Module._call_impl, so that
+    # parameters and inputs get the paths they have in a compiled model.
+    return self._call_impl(**kwargs)  # type: ignore[operator]
+
+
+@contextmanager
+def _untouched(model: torch.nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    import torch
+
+    first = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _made_up_inputs(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
+    """Inputs of a prefill and of one decode step, as ``generate`` prepares them with a static cache."""
+    import torch
+
+    config = getattr(model, "config", None)
+    prepare = getattr(model, "prepare_inputs_for_generation", None)
+    if config is None or prepare is None:
+        raise OptionError(
+            f"{type(model).__name__} has no config from which inputs could be made up",
+            where="fu_compile.explain",
+            advice="Pass the inputs of one forward call: fu_compile.explain(model, input_ids=...).",
+        )
+    from transformers import StaticCache
+
+    device, length = _device_of(model), PREFILL_TOKENS
+    text = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    cache, twin = (StaticCache(config=config, max_cache_len=4 * length) for _ in range(2))
+    dtype = next(model.parameters()).dtype
+    cache.early_initialization(batch_size=1, num_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device)
+    # The inputs are prepared on the CPU with a cache of one head and one column: masks read the cache's length, and meta
+    # tensors have no values.
+    twin.early_initialization(batch_size=1, num_heads=1, head_dim=1, dtype=dtype, device=torch.device("cpu"))
+    # transformers 5.24 calls it `cache`, earlier versions `past_key_values`.
+    keyword = next(n for n in ("cache", "past_key_values") if n in inspect.signature(prepare).parameters)
+    ids = torch.arange(length + 1).remainder(text.vocab_size).unsqueeze(0)
+    for start, stop in ((0, length), (length, length + 1)):
+        made = prepare(
+            ids[:, start:stop],
+            **{keyword: twin},
+            attention_mask=torch.ones((1, stop), dtype=torch.long),
+            position_ids=torch.arange(start, stop).unsqueeze(0),
+            is_first_iteration=start == 0,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        yield {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in made.items()} | {keyword: cache}
+        states = torch.zeros((1, 1, stop - start, 1), dtype=dtype)
+        for layer in range(len(twin.layers)):
+            twin.update(states, states, layer)
+
+
+# ---- the layer map -------------------------------------------------------------------------------------------------
+
+_LAYER = re.compile(r"^(.*?\.?\d+)(\.|$)")
+REST = "(model)"
+"""Row of the layer map for what lies outside the decoder layers."""
+
+
+def layer_map(graph: GraphReport) -> dict[str, dict[str, Cell]]:
+    """Layer (``model.layers.0``; :data:`REST`) -> piece -> cell; layers in order, the rest last."""
+    rows: dict[str, dict[str, Cell]] = {}
+
+    def cell(path: str, piece: str) -> Cell:
+        match = _LAYER.match(path)
+        return rows.setdefault(match.group(1) if match else REST, {p: Cell() for p in PIECES})[piece]
+
+    for path, name, detail in graph.fused:
+        lowering, why = graph.lowerings.get(name, ("", ""))
+        note = f"{path}: {name}" + f" [{detail}]" * bool(detail) + f" by {lowering}: {why}" * bool(lowering)
+        for piece, form in _pieces_of(path, name, detail):
+            target = cell(path, piece)
+            _add(target.formats, form)
+            _add(target.lowerings, lowering)
+            _add(target.notes, note)
+    for event in graph.near_misses():
+        piece = _PASS_PIECES.get(event.name) or _piece_of_path(event.layer)
+        target = cell(event.layer, piece)
+        target.missed = True
+        _add(target.notes, f"{event.name} did not take {event.layer or event.node}: {event.note} ({event.where})")
+    return dict(sorted(rows.items(), key=lambda item: (item[0] == REST, _natural(item[0]))))
+
+
+def _pieces_of(path: str, name: str, detail: str) -> list[tuple[str, str]]:
+    if name not in _LINEAR:
+        return list(_OPERATORS.get(name, ()))
+    fused = [_FUSED_PIECES[word] for word in re.findall(r"[a-z]+", detail) if word in _FUSED_PIECES]
+    own = _piece_of_path(path)
+    # A projection that only says `self_attn` or `mlp` is the one before the block's output if it adds the residual.
+    own = "residual" if "residual" in fused and own in ("qkv", "swiglu") else own
+    return [(piece, _LINEAR[name]) for piece in dict.fromkeys([own, *fused])]
+
+
+def _piece_of_path(path: str) -> str:
+    return next((piece for pattern, piece in _PATH_PIECES if re.search(pattern, path)), "head")
+
+
+def _natural(text: str) -> list[Any]:
+    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", text)]
+
+
+def _add(entries: list[str], entry: str) -> None:
+    if entry and entry not in entries:
+        entries.append(entry)
+
+
+def _same_rows(rows: Mapping[str, Mapping[str, Cell]]) -> list[tuple[str, list[str]]]:
+    """Rows with their cells as text; neighbours that agree become one (``model.layers.0-31``)."""
+    runs: list[tuple[str, str, list[str]]] = []
+    for layer, row in rows.items():
+        texts = [str(row[piece]) for piece in PIECES]
+        if runs and runs[-1][2] == texts and REST not in (layer, runs[-1][0]):
+            runs[-1] = (runs[-1][0], layer, texts)
+        else:
+            runs.append((layer, layer, texts))
+    return [(a if a == b else f"{a}-{b.rpartition('.')[2]}", texts) for a, b, texts in runs]
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+
+def human_bytes(number: float) -> str:
+    """``1536`` -> ``"1.5 KiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(number) < 1024 or unit == "TiB":
+            break
+        number /= 1024
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def render(parts: Iterable[RenderableType], width: int | None = None) -> str:
+    """Rich renderables as plain text, at most ``width`` columns (default: the terminal's, 100 without one)."""
+    from rich.console import Console
+
+    columns = width or shutil.get_terminal_size((100, 24)).columns
+    buffer = io.StringIO()
+    console = Console(
+        file=buffer, width=max(columns, 40), force_terminal=False, color_system=None, highlight=False, markup=False,
+        legacy_windows=False, emoji=False,
+    )  # fmt: skip
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+
+def table(title: str, headings: Iterable[str], rows: Iterable[Iterable[Any]]) -> RenderableType:
+    """A plain table: ASCII lines, columns that wrap instead of being cut off."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    # Text, not str: brackets in a reason or a layer pattern are no markup. ASCII: pipes and old consoles show it too.
+    made = Table(title=Text(title), title_justify="left", box=box.ASCII2, show_edge=False, pad_edge=False)
+    for heading in headings:
+        made.add_column(Text(heading), overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(str(value)) for value in row))
+    return made
+
+
+def grouped_misses(graph: GraphReport) -> list[tuple[str, int, str, str, str]]:
+    """Near misses that share pass and reason: (pass, how many, first layer, its file:line, reason)."""
+    groups: dict[tuple[str, str], list[Event]] = {}
+    for event in graph.near_misses():
+        groups.setdefault((event.name, event.note), []).append(event)
+    return [(n, len(es), es[0].layer or es[0].node, es[0].where, note) for (n, note), es in groups.items()]
+
+
+def title_of(graph: GraphReport) -> str:
+    """``graph 0: prefill, batch 1, 16 tokens, 3 calls``."""
+    plural = "" if graph.calls == 1 else "s"
+    return (
+        f"graph {graph.index}: {graph.phase}, batch {graph.batch}, query length {graph.query_length},"
+        f" {graph.calls} call{plural}"
+    )
+
+
+def _model_text(model: ModelReport) -> Iterator[RenderableType]:
+    yield f"{model.name}: {len(model.graphs)} graphs; options: {model.options}"
+    yield from (f"note: {note}" for note in model.notes)
+    yield ""
+    for graph in model.graphs:
+        yield from _graph_text(graph)
+    counts = [(name, value) for name, value in model.counters.items() if value and not name.startswith("bytes_")]
+    sizes = [
+        (name, human_bytes(value)) for name, value in model.counters.items() if value and name.startswith("bytes_")
+    ]
+    if counts or sizes:
+        yield table("counters", ("counter", "value", "meaning"), [(*e, COUNTERS.get(e[0], "")) for e in counts + sizes])
+        yield ""
+    if model.fallbacks:
+        yield table("fallbacks", ("reason", "where"), model.fallbacks)
+        yield ""
+
+
+def _graph_text(graph: GraphReport) -> Iterator[RenderableType]:
+    yield title_of(graph)
+    if graph.decision:
+        decided = [(what, value, graph.reasons.get(what, "")) for what, value in graph.decision.items()]
+        yield table("decision", ("what", "value", "why"), decided)
+        yield ""
+    if rows_of := layer_map(graph):
+        yield table("layer map", ("layers", *PIECES), [(layer, *cells) for layer, cells in _same_rows(rows_of)])
+        yield ""
+    if operators := graph.operators():
+        lowered = [(name, n, *graph.lowerings.get(name, ("", ""))) for name, n in operators.items()]
+        yield table("operators", ("operator", "count", "lowering", "why"), lowered)
+        yield ""
+    if misses := grouped_misses(graph):
+        yield table("near misses", ("pass", "count", "first layer", "file:line", "failed precondition"), misses)
+        yield ""
+    if graph.left_to_aten:
+        rest = ", ".join(f"{name} x{n}" for name, n in sorted(graph.left_to_aten.items(), key=lambda e: -e[1]))
+        yield f"left to ATen: {rest}"
+    if graph.seconds:
+        yield "seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in graph.seconds.items())
+    yield ""
+
+
+class _CallableModule(types.ModuleType):
+    """Lets ``fu_compile.report`` be the function and the module at once."""
+
+    def __call__(self, model: torch.nn.Module | None = None) -> Report:
+        return report(model)
+
+
+_CallableModule.__call__.__doc__ = report.__doc__
+sys.modules[__name__].__class__ = _CallableModule
+
+__all__ = ["COUNTERS", "GraphReport", "ModelReport", "Report", "explain", "new_record", "report"]
