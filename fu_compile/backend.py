@@ -1,0 +1,403 @@
+"""The backend: a Dynamo graph in, a callable out.
+
+``futransformer`` is what ``torch.compile(backend="futransformer")`` finds through the entry point. The life of a graph:
+``capture`` -> recognising passes -> ``plan.decide`` -> rewriting passes -> the rest through Inductor -> ``runtime``.
+A graph that cannot take this way is left to Inductor, counted, and said once; ``strict=True`` raises instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from . import lowerings, ops, passes, plan
+from .capture import Captured, capture
+from .errors import (
+    DtypeError,
+    FuError,
+    FuWarning,
+    GradientError,
+    HeadDimError,
+    MetaParameterError,
+    NoLlamaBlockError,
+    OffloadedParameterError,
+    TrainingModeError,
+    through_dynamo,
+)
+from .options import Options
+from .report import GraphReport, ModelReport, new_record, unwrap
+from .runtime import CompiledGraph, Signature
+
+log = logging.getLogger(__name__)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes a model may have."""
+
+
+def futransformer(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Options | Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Callable[..., Any]:
+    """The backend function. ``mode`` and ``options`` are those of ``torch.compile``; see :class:`Options`.
+
+    Raises:
+        OptionError: for an unknown option or value.
+        FuError: with ``strict=True``, what would otherwise be left to Inductor with one warning.
+    """
+    with through_dynamo():
+        return compile_graph(gm, example_inputs, Options.resolve(mode, options, **keywords))
+
+
+def compile(  # the name torch uses
+    model: torch.nn.Module,
+    *,
+    mode: str | None = None,
+    options: Options | Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    **keywords: Any,
+) -> torch.nn.Module:
+    """``model.compile(backend="futransformer", ...)`` in place, after the model itself has been checked.
+
+    Args:
+        model: a causal language model in evaluation mode, without offloaded parameters.
+        mode, options, keywords: see :class:`Options`.
+        dynamic, fullgraph: as for ``torch.compile``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        OptionError, TrainingModeError, MetaParameterError, OffloadedParameterError, DtypeError, HeadDimError: before
+            anything is changed.
+    """
+    resolved = Options.resolve(mode, options, **keywords)
+    model = unwrap(model)
+    check(model)
+    new_record(type(model).__name__, resolved, model)
+    model.compile(backend=futransformer, dynamic=dynamic, fullgraph=fullgraph, options=resolved)
+    return model
+
+
+def check(model: torch.nn.Module) -> None:
+    """Raises what would make ``model`` wrong under the backend, naming the first offender."""
+    if model.training:
+        raise TrainingModeError(f"{type(model).__name__} is in training mode")
+    for name, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", (hook,)):
+            if getattr(part, "offload", False) or getattr(part, "weights_map", None) is not None:
+                raise OffloadedParameterError(f"the parameters of {name or 'the model'} are offloaded", where=name)
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise MetaParameterError(f"parameter {name} is on the meta device", where=name)
+        if parameter.is_floating_point() and parameter.dtype not in DTYPES:
+            raise DtypeError(f"parameter {name} is {parameter.dtype}", where=name)
+    config = getattr(model, "config", None)
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and getattr(config, "num_attention_heads", None):
+        head_dim = config.hidden_size // config.num_attention_heads
+    if isinstance(head_dim, int) and head_dim % 2:
+        raise HeadDimError(f"head_dim is {head_dim}: rotary embedding and the rotated cache need an even one")
+
+
+# ---- one graph -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rewritten:
+    """A graph after all passes, and what is known of it."""
+
+    captured: Captured
+    ctx: passes.Context
+    decision: plan.Decision
+    report: GraphReport
+
+    @property
+    def gm(self) -> fx.GraphModule:
+        """The rewritten graph."""
+        return self.captured.gm
+
+
+def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, record: ModelReport) -> GraphReport:
+    """Captures and rewrites a graph without compiling or packing anything (``explain``).
+
+    Raises:
+        NoLlamaBlockError: no attention was recognised in it.
+    """
+    return rewrite(gm, example_inputs, options, len(record.graphs)).report
+
+
+def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, index: int) -> Rewritten:
+    """All passes on one of Dynamo's graphs."""
+    captured = capture(gm, example_inputs)
+    ctx = passes.Context(inputs=captured.inputs)
+    passes.run(captured.gm, ctx, passes.RECOGNISE)
+    if not plan.attentions(captured.gm):
+        misses = [e for e in ctx.events if not e.fired and e.name == "attention"]
+        why = f"; the nearest miss: {misses[0].note}" if misses else ""
+        raise NoLlamaBlockError(
+            f"no attention of a Llama block was recognised in this graph{why}", where=_where(captured)
+        )
+    check_dtypes(captured)
+    ctx.decision = plan.decide(captured.gm, options)
+    ctx.data["keep_kv"] = keep_kv(captured, example_inputs) if ctx.decision.cache.value == "int4" else {}
+    passes.run(captured.gm, ctx, passes.REWRITE)
+    return Rewritten(captured, ctx, ctx.decision, describe(captured, ctx, options, index))
+
+
+def check_dtypes(captured: Captured) -> None:
+    """Raises DtypeError for weights that are neither float32, bfloat16 nor float16."""
+    values = {n.name: n.meta.get("val") for n in captured.gm.graph.nodes if n.op == "placeholder"}
+    for i in captured.inputs:
+        value = values.get(i.name)
+        if i.kind == "parameter" and isinstance(value, Tensor) and value.dtype not in DTYPES:
+            raise DtypeError(
+                f"parameter {i.path} is {value.dtype}; possible: {', '.join(map(str, DTYPES))}", where=i.path
+            )
+
+
+def keep_kv(captured: Captured, example_inputs: Sequence[Any]) -> dict[str, str]:
+    """Layers whose keys INT4 would ruin before calibration, with the measured reason (B24: large k_proj biases)."""
+    from .weights import key_bias_risk
+
+    kept = {}
+    by_path = {i.path: i for i in captured.inputs}
+    for path, bias in by_path.items():
+        layer = path.removesuffix(".k_proj.bias")
+        weight = by_path.get(f"{layer}.k_proj.weight")
+        if layer == path or weight is None:
+            continue
+        b, w = example_inputs[bias.index], example_inputs[weight.index]
+        if isinstance(b, Tensor) and isinstance(w, Tensor) and not b.is_meta:
+            reason = key_bias_risk(w, b)
+            if reason:
+                kept[layer] = reason
+    return kept
+
+
+def describe(captured: Captured, ctx: passes.Context, options: Options, index: int) -> GraphReport:
+    """The report of a rewritten graph."""
+    decision = ctx.decision
+    assert decision is not None
+    report = GraphReport(
+        index=index,
+        phase=decision.phase.value,
+        batch=decision.batch.value,
+        query_length=decision.query_length.value,
+        decision=decision.as_dict(),
+        reasons=decision.reasons(),
+        events=ctx.events,
+        seconds={"capture": captured.seconds, **ctx.seconds},
+    )
+    left: Counter[str] = Counter()
+    for node in captured.gm.graph.nodes:
+        name = ops.name_of(node.target)
+        if name is not None:
+            detail = " ".join(a for a in node.args if isinstance(a, str) and a)
+            report.fused.append((passes.layer_of(node), name, detail.replace("|", " ")))
+            if name not in report.lowerings:
+                device = node.meta["val"].device if isinstance(node.meta.get("val"), Tensor) else _device(captured)
+                chosen, passed = lowerings.choose(name, device.type, lowering=options.lowering)
+                why = "; ".join(f"{n}: {r}" for n, r in passed) or "first in the table"
+                report.lowerings[name] = (chosen.name, why)
+        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            left[str(node.target)] += 1
+    report.left_to_aten = dict(left)
+    return report
+
+
+def _device(captured: Captured) -> torch.device:
+    for node in captured.gm.graph.nodes:
+        if isinstance(node.meta.get("val"), Tensor):
+            return node.meta["val"].device
+    return torch.device("cpu")
+
+
+def _where(captured: Captured) -> str:
+    for node in captured.gm.graph.nodes:
+        if node.op == "call_function" and passes.where(node):
+            return passes.where(node)
+    return ""
+
+
+def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """The callable for one of Dynamo's graphs."""
+    parameters = [x for x in example_inputs if isinstance(x, torch.nn.Parameter)]
+    record = record_for(gm, parameters, options)
+    for note in options.not_applicable(parameters[0].device.type if parameters else "cpu").values():
+        if note not in record.notes:
+            record.notes.append(note)
+    try:
+        refuse(example_inputs)
+        done = rewrite(gm, example_inputs, options, len(record.graphs))
+    except FuError as error:
+        if options.strict:
+            raise
+        if parameters:  # glue between graph breaks has no parameters and is nobody's disappointment
+            leave(record, error)
+        return compile_rest(gm, example_inputs, options, record)
+    start = time.perf_counter()
+    signature = sign(done)
+    inner = compile_rest(done.gm, None, options, record)
+    done.report.seconds["rest"] = time.perf_counter() - start
+    record.add_graph(done.report)
+    record.counters["bytes_original"] = _bytes(record)
+    log.debug("%s", done.gm.print_readable(print_output=False))
+    return CompiledGraph(inner, signature, done.report, record.counters)
+
+
+def record_for(gm: fx.GraphModule, parameters: Sequence[Tensor], options: Options) -> ModelReport:
+    """The record of the model that owns these parameters, tied to them; a new one where there is none."""
+    from .report import record_of
+
+    holder = torch.nn.Module()
+    for i, p in enumerate(parameters[:1]):
+        holder.register_parameter(str(i), p)  # type: ignore[arg-type]
+    record = record_of(holder) if parameters else None
+    if record is None or record.options != options:
+        record = new_record("model", options)
+    record.tie(*parameters)
+    return record
+
+
+def _bytes(record: ModelReport) -> int:
+    found = [ref() for ref in record.ties]
+    return sum(p.nbytes for p in found if isinstance(p, Tensor))
+
+
+def refuse(example_inputs: Sequence[Any]) -> None:
+    """Raises for a call that no rewritten graph can serve: gradients are wanted, or a parameter has no values."""
+    for x in example_inputs:
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise GradientError("gradients are enabled and the model's parameters require them")
+        if isinstance(x, torch.nn.Parameter) and x.is_meta:
+            raise MetaParameterError("a parameter is on the meta device: it has a shape and no values")
+
+
+def leave(record: ModelReport, error: FuError) -> None:
+    """Counts a graph that is left to the general path, and says so once per reason."""
+    if record.fall_back(error.what, error.where):
+        warnings.warn(f"left to {record.options.rest}: {error}", FuWarning, stacklevel=2)
+
+
+# ---- the rest ------------------------------------------------------------------------------------------------------
+
+
+def compile_rest(
+    gm: fx.GraphModule, example_inputs: Sequence[Any] | None, options: Options, record: ModelReport
+) -> Callable[..., Any]:
+    """What runs a graph: Inductor, or the graph itself under ``rest="eager"``.
+
+    ``example_inputs`` none: the graph is ours and carries its own fake values.
+    """
+    if options.rest == "eager":
+        return gm.forward
+    device = next((n.meta["val"].device.type for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)), "cpu")
+    if device == "cpu" and not has_compiler():
+        if record.fall_back("no C++ compiler: what is not ours runs in eager", "rest"):
+            warnings.warn(
+                "Inductor needs a C++ compiler on the CPU and there is none (g++, clang++ or $CXX):"
+                " what is not ours runs in eager",
+                FuWarning,
+                stacklevel=2,
+            )
+        return gm.forward
+    from torch._inductor.compile_fx import compile_fx
+
+    if example_inputs is not None:
+        return compile_fx(gm, list(example_inputs))
+    values = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    fake_mode = next(v.fake_mode for v in values if hasattr(v, "fake_mode"))
+    # The graph's fake tensors belong to Dynamo's first fake mode, the current tracing context to its second; both share
+    # one ShapeEnv, so guards that Inductor adds still reach Dynamo.
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+        return compile_fx(gm, values)
+
+
+def has_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler on this machine."""
+    import os
+
+    return any(shutil.which(c) for c in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if c)
+
+
+# ---- signature -----------------------------------------------------------------------------------------------------
+
+
+def sign(done: Rewritten) -> Signature:
+    """Drops inputs that the rewritten graph no longer reads, and says how to call it."""
+    gm, ctx = done.gm, done.ctx
+    limits = limits_of(done)
+    tokens = tokens_of(done)
+    keep = []
+    for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
+        found = ctx.by_name.get(node.name)
+        if found is None:
+            continue
+        if node.users:
+            keep.append(found.index)
+        else:
+            gm.graph.erase_node(node)
+    gm.graph.lint()
+    gm.recompile()
+    return Signature(
+        keep=keep,
+        kv=ctx.data["redirect_kv"],
+        packs=ctx.data["pack_weights"],
+        extra_outputs=ctx.extra_outputs,
+        limits=limits,
+        tokens=tokens,
+        names={i.index: i.path for i in ctx.inputs},
+    )
+
+
+_WRITES = {"kv_write_": (0, 1), "qkv_append": (6, 14), "attention_int4": (6, 14)}
+"""Operator -> positions of the cache and of the token positions among its arguments."""
+
+
+def limits_of(done: Rewritten) -> list[tuple[int, int, str]]:
+    """(index of the cumulative_length, slots, layer) of every StaticCache that the graph writes; each length once."""
+    from .caches import length_input
+
+    found: dict[int, tuple[int, int, str]] = {}
+    for node in done.gm.graph.nodes:
+        where = _WRITES.get(ops.name_of(node.target) or "")
+        if where is None:
+            continue
+        cache, position = node.args[where[0]], node.args[where[1]]
+        index = length_input(done.ctx, position)
+        slots = cache.meta["val"].shape[2]
+        if index is not None and isinstance(slots, int):
+            found.setdefault(index, (index, slots, passes.layer_of(node)))
+    return list(found.values())
+
+
+def tokens_of(done: Rewritten) -> int | tuple[int, int]:
+    """Tokens per sequence: a number, or where to read it from the arguments."""
+    text = done.decision.query_length.value
+    if re.fullmatch(r"\d+", text):
+        return int(text)
+    for node in done.gm.graph.nodes:
+        value = node.meta.get("val")
+        found = done.ctx.by_name.get(node.name) if node.op == "placeholder" else None
+        if found is None or not isinstance(value, Tensor):
+            continue
+        for dim, size in enumerate(value.shape):
+            if str(size) == text:
+                return found.index, dim
+    raise NoLlamaBlockError(f"no input has the {text} tokens of this call", where="runtime")

@@ -1,0 +1,222 @@
+"""The INT4 copy of a StaticCache, and the rule that keeps it honest.
+
+The user's tensors stay true: kernels write them as well. The copy hangs on the pair (keys, values) of a layer; before
+each call the runtime compares identity, address and ``_version`` with what it saw last. If anything else wrote to the
+cache (eager prefill, ``reset``, ``crop``, beam reorder, the user), the finished pages are imported again. Where PyTorch
+keeps no version (inference tensors) the copy is imported at every call: it is never trusted.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from . import formats, ops
+from .errors import CacheMismatchError
+
+if TYPE_CHECKING:
+    from .passes import Context
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """One redirected layer of one graph: where its tensors are found at a call."""
+
+    layer: str
+    keys: int
+    """Index in Dynamo's arguments; for a created cache the index in the graph's outputs."""
+    values: int
+    length: int | None
+    """Index of the layer's ``cumulative_length`` in Dynamo's arguments."""
+    created: bool
+    """The cache is made by this very graph (a first prefill)."""
+    weights: tuple[int, ...]
+    biases: tuple[int, ...]
+    """q/k/v projection in Dynamo's arguments, for the key tables; empty biases: plain tables."""
+    inv_freq: int | None
+    heads: tuple[int, int, int]
+    """Query heads, key/value heads, head_dim."""
+
+    @classmethod
+    def of(
+        cls, ctx: Context, layer: str, keys: fx.Node, values: fx.Node, position: fx.Node, created: bool, rope: fx.Node
+    ) -> KVSpec:
+        """The spec of a layer whose cache nodes, positions and ``qkv_rope`` node these are."""
+        raw = rope.args[0]
+        weights, biases = raw.args[1], raw.args[2]
+        known = all(ctx.is_parameter(p) for p in (*weights, *biases))
+        if created:
+            output = next(n for n in reversed(keys.graph.nodes) if n.op == "output").args[0]
+            where = [next(i for i, n in enumerate(output) if n is node) for node in (keys, values)]
+        else:
+            where = [ctx.index(node) for node in (keys, values)]
+        inv_freq = next((i.index for i in ctx.inputs if i.path.endswith("inv_freq")), None)
+        return cls(
+            layer=layer,
+            keys=where[0],
+            values=where[1],
+            length=length_input(ctx, position),
+            created=created,
+            weights=tuple(ctx.index(w) for w in weights) if known and biases else (),
+            biases=tuple(ctx.index(b) for b in biases) if known else (),
+            inv_freq=inv_freq,
+            heads=tuple(rope.args[-3:]),
+        )
+
+
+def length_input(ctx: Context, position: fx.Node) -> int | None:
+    """Index of the ``cumulative_length`` that a position node (``arange(S) + cumulative_length``) starts from."""
+    seen = [position]
+    while seen:
+        node = seen.pop()
+        if node.op == "placeholder":
+            found = ctx.by_name.get(node.name)
+            if found is not None and found.path.endswith("cumulative_length"):
+                return found.index
+        else:
+            seen += node.all_input_nodes
+    return None
+
+
+def version(t: Tensor) -> int | None:
+    """``t._version``, or none for an inference tensor, which has none."""
+    return None if t.is_inference() else t._version
+
+
+class Copy:
+    """The INT4 store that hangs on one (keys, values) pair.
+
+    keys, values: [B, Hkv, L, D]; ``store``: k_codes, k_scales, v_codes, v_scales of ``formats.kv_store``.
+    """
+
+    __slots__ = ("address", "keys", "store", "tables", "values", "versions")
+
+    def __init__(self, keys: Tensor, values: Tensor, store: tuple[Tensor, ...], tables: tuple[Tensor, Tensor]) -> None:
+        self.keys, self.values = weakref.ref(keys), weakref.ref(values)
+        self.store, self.tables = store, tables
+        self.address = (keys.data_ptr(), values.data_ptr())
+        self.versions: tuple[int | None, int | None] = (None, None)
+
+    def current(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether nobody but us has written to, moved or replaced the pair since ``seen``."""
+        k, v = self.versions
+        return (
+            k is not None
+            and v is not None
+            and self.keys() is keys
+            and self.values() is values
+            and keys._version == k
+            and values._version == v
+            and (keys.data_ptr(), values.data_ptr()) == self.address
+        )
+
+    def seen(self, keys: Tensor, values: Tensor) -> None:
+        """Takes the pair as it is now for ours."""
+        self.versions = (version(keys), version(values))
+
+    def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Imports the finished pages of the first ``length`` tokens from the user's tensors."""
+        ops.op("kv_append_")(keys, values, *self.store, *self.tables, 0, length // ops.PAGE)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the store and its tables."""
+        return sum(t.nbytes for t in (*self.store, *self.tables))
+
+
+class Copies:
+    """All INT4 copies of the process: one for each living (keys, values) pair."""
+
+    def __init__(self) -> None:
+        self._copies = torch.utils.weak.WeakTensorKeyDictionary()
+
+    def find(self, keys: Tensor, values: Tensor) -> Copy | None:
+        """The copy of this pair, current or not; none where there is none or it belongs to other values."""
+        copy = self._copies.get(keys)
+        return copy if copy is not None and copy.values() is values else None
+
+    def attach(self, keys: Tensor, values: Tensor, tables: tuple[Tensor, Tensor], store=None) -> Copy:
+        """A new copy of the pair, empty unless a ``store`` that already mirrors it is given."""
+        b, h, length, d = keys.shape
+        store = formats.kv_store(b, h, length, d, keys.device) if store is None else tuple(store)
+        copy = Copy(keys, values, store, tables)
+        self._copies[keys] = copy
+        return copy
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all living stores."""
+        return sum(c.bytes for c in self._copies.values())
+
+
+COPIES = Copies()
+
+
+class Length:
+    """What the host knows of a ``cumulative_length`` tensor: read from the device only when somebody else changed it."""
+
+    def __init__(self) -> None:
+        self._known = torch.utils.weak.WeakTensorKeyDictionary()
+
+    def read(self, t: Tensor) -> int:
+        """The value of the 0-dim int64 tensor ``t``; a device read only when its version is not the one we left."""
+        known = self._known.get(t)
+        if known is not None and known[0] == version(t):
+            return known[1]
+        return int(t)
+
+    def wrote(self, t: Tensor, value: int) -> None:
+        """Records that a graph of ours left ``value`` in ``t``."""
+        v = version(t)
+        if v is not None:
+            self._known[t] = (v, value)
+
+
+LENGTHS = Length()
+
+
+def mismatch(layer: object, keys: Tensor) -> str | None:
+    """Why ``keys``: [B, Hkv, S, D] cannot be written to an initialised static cache layer, or none."""
+    have = layer.keys  # type: ignore[attr-defined]
+    for what, a, b in (
+        ("batch size", keys.shape[0], have.shape[0]),
+        ("key/value heads", keys.shape[1], have.shape[1]),
+        ("head_dim", keys.shape[3], have.shape[3]),
+        ("dtype", keys.dtype, have.dtype),
+        ("device", keys.device, have.device),
+    ):
+        if a != b:
+            return f"the cache was made for {what} {b}, this call has {a}"
+    return None
+
+
+def guard_static_caches() -> None:
+    """Lets transformers' static cache layers refuse, by name and before they write, what does not fit them.
+
+    Dynamo meets such a call inside ``StaticLayer.update``, long before a backend sees a graph, and would report it as
+    an internal error of a fake tensor; so the check stands there. Idempotent; correct calls are not changed.
+    """
+    from transformers import cache_utils
+
+    for cls in (cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer):
+        if not getattr(cls.update, "_fu_checked", False):
+            cls.update = _checked(cls.update)  # type: ignore[method-assign]
+
+
+def _checked(update: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(update)
+    def checked(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.is_initialized:
+            reason = mismatch(self, key_states)
+            if reason is not None:
+                raise CacheMismatchError(reason, where=type(self).__name__)
+        return update(self, key_states, value_states, *args, **kwargs)
+
+    checked._fu_checked = True  # type: ignore[attr-defined]
+    return checked

@@ -1,0 +1,120 @@
+"""The decision for one graph: what phase it is, and which precision everything in it gets, each with its reason.
+
+Made once per graph, before any rewrite; printed in the report; every part can be overridden by an option.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import fx
+
+from . import ops
+from .options import Options
+
+PRECISIONS = ("exact", "bf16", "fp8", "int4")
+"""Of a linear's weight, from the most to the least faithful."""
+
+_IN_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+(\.|$)")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One decided value and the sentence that says why."""
+
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Everything decided for one graph."""
+
+    options: Options
+    phase: Choice
+    """``prefill`` (several tokens, a cache is written), ``decode`` (one token) or ``score`` (no cache)."""
+    batch: Choice
+    query_length: Choice
+    weights: Choice
+    """Precision of the linears of the decoder layers."""
+    activations: Choice
+    cache: Choice
+    """``int4``, or ``model``: the cache stays as the model made it."""
+    lm_head: Choice
+    """Precision of the linears outside the decoder layers."""
+
+    PARTS = ("phase", "batch", "query_length", "weights", "activations", "cache", "lm_head")
+
+    def as_dict(self) -> dict[str, str]:
+        """Part -> value."""
+        return {p: getattr(self, p).value for p in self.PARTS}
+
+    def reasons(self) -> dict[str, str]:
+        """Part -> reason."""
+        return {p: getattr(self, p).reason for p in self.PARTS}
+
+    def precision(self, name: str) -> Choice:
+        """Precision of the linear with this module path (``model.layers.0.mlp.gate_proj``)."""
+        base = self.weights if in_decoder_layer(name) else self.lm_head
+        chosen = self.options.precision_for(name, base.value)
+        return base if chosen == base.value else Choice(chosen, f"option overrides: {name}")
+
+
+def in_decoder_layer(name: str) -> bool:
+    """Whether a module path lies in a decoder layer (``...layers.N...``)."""
+    return _IN_LAYER.search(name) is not None
+
+
+def attentions(gm: fx.GraphModule) -> list[fx.Node]:
+    """The recognised attention nodes, in graph order."""
+    return [n for n in gm.graph.nodes if ops.name_of(n.target) == "attention"]
+
+
+def _caches(gm: fx.GraphModule) -> set[str]:
+    names = (ops.name_of(n.target) for n in gm.graph.nodes)
+    return {n for n in names if n in ("kv_write_", "kv_roll_", "kv_fill_", "kv_cat")}
+
+
+def _say(size: object) -> Choice:
+    text = str(size)
+    return Choice(text, "static size" if text.isdigit() else "symbolic: one graph serves every size")
+
+
+def decide(gm: fx.GraphModule, options: Options) -> Decision:
+    """Decides for a graph in which the Llama block has been recognised (at least one ``attention`` node)."""
+    q = attentions(gm)[0].args[0].meta["val"]
+    batch, query = q.shape[0], q.shape[2]
+    caches = _caches(gm)
+    one = isinstance(query, int) and query == 1
+    if not caches:
+        phase = Choice("score", "no cache is written (use_cache=False): treated as prefill")
+    elif one:
+        phase = Choice("decode", "one token per sequence against a cache: bound by reading weights")
+    else:
+        phase = Choice("prefill", f"{query} tokens per sequence: weights are reused, bound by GEMMs")
+
+    option = "decode" if phase.value == "decode" else "prefill"
+    weights = Choice(getattr(options, option), f"option {option}")
+    activations = {
+        "exact": Choice("model", "exact: the model's own dtype and roundings"),
+        "bf16": Choice("16 bit", "16-bit weights"),
+        "fp8": Choice("fp8", f"e4m3 with power-of-two scales, fp8_scaling={options.fp8_scaling}"),
+        "int4": Choice("16 bit", "INT4 weights are dequantised into 16-bit MMA operands"),
+    }[weights.value]
+
+    if not caches:
+        cache = Choice("none", "no cache in this graph")
+    elif options.kv_cache == "model":
+        cache = Choice("model", "option kv_cache")
+    elif caches != {"kv_write_"}:
+        kind = "DynamicCache grows by concatenation" if "kv_cat" in caches else "a sliding window that has wrapped"
+        cache = Choice("model", f"{kind}: attention stays on the model's own cache")
+    else:
+        cache = Choice(options.kv_cache, "option kv_cache: StaticCache, redirected to its INT4 copy")
+    head = (
+        Choice("exact", "option lm_head=model: the head keeps the model's dtype")
+        if options.lm_head == "model"
+        else Choice(options.lm_head, "option lm_head")
+    )
+    return Decision(options, phase, _say(batch), _say(query), weights, activations, cache, head)

@@ -1,0 +1,211 @@
+"""What is called at each step: checks what the graph was compiled for, binds packed weights and caches, runs the graph.
+
+The work per call is a fixed number of comparisons (identity and version of every packed parameter and every cache
+tensor) and one list of arguments; ``benchmarks/overhead.py`` measures it. Everything expensive happens only when a
+comparison fails: packing, importing a cache, reading a length from the device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+from .caches import COPIES, LENGTHS, Copy, KVSpec, version
+from .errors import CacheLengthError, MetaParameterError
+from .report import GraphReport
+from .weights import STORE, PackSpec, Sample, key_tables
+
+PROGRESS = 200_000_000
+"""Parameters from which packing shows a progress bar: less than that takes a few seconds."""
+
+
+@dataclass
+class Signature:
+    """How Dynamo's arguments and results map to those of the rewritten graph."""
+
+    keep: list[int]
+    """Dynamo's arguments that the rewritten graph still reads, in order."""
+    kv: list[KVSpec]
+    packs: list[PackSpec]
+    extra_outputs: int
+    limits: list[tuple[int, int, str]]
+    """(argument index of a cumulative_length, slots of its cache, layer) for every StaticCache that is written."""
+    tokens: int | tuple[int, int]
+    """Tokens per sequence of a call: a number, or (argument index, dimension) of a tensor that has them."""
+    names: dict[int, str] = field(default_factory=dict)
+    """Argument index -> path, for messages."""
+
+
+class Binding:
+    """The packed constants for one set of parameter objects."""
+
+    __slots__ = ("checks", "constants", "sample", "tables", "uncounted")
+
+    def __init__(self, signature: Signature, args: Sequence[Any]) -> None:
+        sources = sorted({i for spec in signature.packs for i in spec.sources})
+        for i in sources:
+            if args[i].is_meta:
+                raise MetaParameterError(f"{signature.names.get(i, f'argument {i}')} has no values", where="packing")
+        total = sum(spec.n * spec.k for spec in signature.packs)
+        bar = tqdm(total=total, unit="weight", unit_scale=True, desc="packing", disable=total < PROGRESS, leave=False)
+        self.constants: list[Tensor] = []
+        with bar:
+            for spec in signature.packs:
+                found = [args[i] for i in spec.sources]
+                key = (
+                    spec.precision,
+                    spec.group,
+                    spec.interleave,
+                    len(spec.weights),
+                    len(spec.biases),
+                    spec.gain is None,
+                )
+                self.constants += STORE.get(key, found, lambda spec=spec, found=found: spec.pack(found))  # type: ignore[misc]
+                bar.update(spec.n * spec.k)
+        self.tables = [_tables(spec, args) for spec in signature.kv]
+        self.checks = [(i, weakref.ref(args[i]), version(args[i])) for i in sources]
+        self.sample = Sample([args[i] for i in sources])
+        self.uncounted = any(v is None for _, _, v in self.checks)
+
+
+def _tables(spec: KVSpec, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    sources = [args[i] for i in (*spec.weights, *spec.biases)]
+    if not sources:
+        return key_tables(spec, (), None)
+    inv_freq = None if spec.inv_freq is None else args[spec.inv_freq]
+    return STORE.get(("tables", spec.heads), sources, lambda: key_tables(spec, sources, inv_freq))  # type: ignore[return-value]
+
+
+class CompiledGraph:
+    """One graph, ready to be called with Dynamo's arguments."""
+
+    def __init__(
+        self, inner: Callable[..., Sequence[Any]], signature: Signature, graph: GraphReport, counters: Counter[str]
+    ) -> None:
+        self.inner = inner
+        self.signature = signature
+        self.graph = graph
+        self.counters = counters
+        self._bindings: dict[int, Binding] = {}
+        self._anchor = signature.packs[0].weights[0] if signature.packs else None
+        self._phase = f"{graph.phase}_calls"
+        self._prefill = graph.phase != "decode"
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        """Runs the graph. Raises a named error before anything is changed when the call cannot be right."""
+        signature = self.signature
+        lengths = self._lengths(args) if signature.limits else ()
+        extras: list[Any] = []
+        constants: list[Tensor] = []
+        copies: list[Copy | None] = []
+        if self._anchor is not None or signature.kv:
+            binding = self.bind(args)
+            constants = binding.constants
+            if signature.kv:
+                copies = self._caches(args, binding, lengths[0][1] if lengths else None, extras)
+        out = self.inner(*[args[i] for i in signature.keep], *extras, *constants)
+        for i, value in lengths:
+            LENGTHS.wrote(args[i], value)
+        if copies:
+            out = self._seen(args, out, copies, binding)
+        counters = self.counters
+        counters["calls"] += 1
+        counters[self._phase] += 1
+        self.graph.calls += 1
+        return out
+
+    # ---- weights ---------------------------------------------------------------------------------------------------
+
+    def bind(self, args: Sequence[Any]) -> Binding:
+        """The constants for these arguments, packed now if the parameters are new or have changed."""
+        anchor = id(args[self._anchor]) if self._anchor is not None else 0
+        binding = self._bindings.get(anchor)
+        if binding is not None:
+            for i, ref, v in binding.checks:
+                a = args[i]
+                if ref() is not a or (v is not None and a._version != v):
+                    binding = None
+                    break
+            else:
+                if not ((self._prefill or binding.uncounted) and binding.sample.changed()):
+                    return binding
+                STORE.drop([args[i] for i, _, _ in binding.checks])
+        packs, repacks = STORE.packs, STORE.repacks
+        self._bindings.pop(anchor, None)  # its constants may be freed before new ones are made
+        del binding
+        fresh = self._bindings[anchor] = Binding(self.signature, args)
+        if self._anchor is not None:
+            weakref.finalize(args[self._anchor], self._bindings.pop, anchor, None)
+        self.counters["packs"] += STORE.packs - packs
+        self.counters["repacks"] += STORE.repacks - repacks
+        return fresh
+
+    # ---- caches ----------------------------------------------------------------------------------------------------
+
+    def _lengths(self, args: Sequence[Any]) -> list[tuple[int, int]]:
+        """(argument index, length after this call) of every cumulative_length; an overflow is an error here."""
+        tokens = self.signature.tokens
+        if not isinstance(tokens, int):
+            tokens = args[tokens[0]].shape[tokens[1]]
+        after = []
+        for i, limit, layer in self.signature.limits:
+            length = LENGTHS.read(args[i]) + tokens
+            if length > limit:
+                raise CacheLengthError(
+                    f"the cache has {limit} slots, {length - tokens} are used and this call needs {tokens} more:"
+                    f" make it at least {length} long",
+                    where=layer,
+                )
+            after.append((i, length))
+        return after
+
+    def _caches(self, args: Sequence[Any], binding: Binding, after: int | None, extras: list[Any]) -> list[Copy | None]:
+        """Appends the store and the tables of every layer to ``extras``, importing what is new or was changed."""
+        copies: list[Copy | None] = []
+        for spec, tables in zip(self.signature.kv, binding.tables, strict=True):
+            if spec.created:
+                copies.append(None)
+                extras += tables
+                continue
+            keys, values = args[spec.keys], args[spec.values]
+            copy = COPIES.find(keys, values)
+            if copy is None or not copy.current(keys, values):
+                known = copy is not None
+                tables = tuple(t.to(keys.device) for t in tables)  # type: ignore[assignment]
+                copy = COPIES.attach(keys, values, tables, copy.store if known else None)  # type: ignore[union-attr]
+                used = self._used(args, spec, after)
+                copy.fill(keys, values, used)
+                if used:
+                    self.counters["reimports" if known else "imports"] += 1
+            copies.append(copy)
+            extras += copy.store
+            extras += copy.tables
+        return copies
+
+    def _used(self, args: Sequence[Any], spec: KVSpec, after: int | None) -> int:
+        """Tokens in the cache before this call; the whole cache where the graph does not say."""
+        if spec.length is not None:
+            return LENGTHS.read(args[spec.length])
+        return args[spec.keys].shape[2]
+
+    def _seen(
+        self, args: Sequence[Any], out: Sequence[Any], copies: list[Copy | None], binding: Binding
+    ) -> Sequence[Any]:
+        """Takes the caches as they are now for ours; attaches the stores that this call created."""
+        extra = self.signature.extra_outputs
+        stores = list(out[len(out) - extra :]) if extra else []
+        for spec, tables, copy in zip(self.signature.kv, binding.tables, copies, strict=True):
+            if copy is None:
+                keys, values = out[spec.keys], out[spec.values]
+                copy = COPIES.attach(keys, values, tables, stores[:4])
+                del stores[:4]
+                copy.seen(keys, values)
+            else:
+                copy.seen(args[spec.keys], args[spec.values])
+        return out[: len(out) - extra] if extra else out

@@ -1,0 +1,238 @@
+"""The weight store: from (parameters, versions) to folded and packed forms, shared by all graphs of a model.
+
+The user's parameters are never changed. A packed form belongs to the parameter *objects* it was made from and to their
+``_version``; another object (``load_state_dict(assign=True)``, a copy of the model that runs through the same graph) or
+another version (in-place writes) is packed for itself. Writes that PyTorch does not count (``p.data``, inference
+tensors) are found by comparing a sample of every parameter, at every prefill.
+
+Packing goes projection by projection, in blocks of rows, so that no float32 copy of a whole layer ever exists.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import formats
+from .caches import KVSpec, version
+
+_NEVER = -1
+BLOCK = 1 << 22
+"""Weights that are folded and quantised at a time: 16 MiB in float32, whatever the model."""
+
+SAMPLE = 16
+"""Elements per parameter that are compared to find uncounted writes."""
+
+
+@dataclass(frozen=True)
+class PackSpec:
+    """How one packed constant is made from Dynamo's arguments (the integers are positions in the argument list)."""
+
+    name: str
+    precision: str
+    weights: tuple[int, ...]
+    """Joined along the output features."""
+    biases: tuple[int, ...]
+    gain: int | None
+    """RMSNorm gain that is folded into the weight."""
+    group: int
+    interleave: bool
+    """Gate and up rows interleaved as ``formats.interleave_gate_up`` says."""
+    n: int
+    k: int
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Every argument the constant depends on."""
+        return (*self.weights, *self.biases, *(() if self.gain is None else (self.gain,)))
+
+    def pack(self, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The constants for these sources (in the order of ``self.sources``): the operands of the linear operator."""
+        count = len(self.weights)
+        weights, biases = sources[:count], sources[count : count + len(self.biases)]
+        gain = None if self.gain is None else sources[-1]
+        bias = () if not biases else (torch.cat([b.detach() for b in biases]),)
+        return (*getattr(self, f"_pack_{self.precision}")(weights, gain), *bias)
+
+    def _blocks(self, weights: Sequence[Tensor], gain: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """(first row, float32 rows) of the joined, interleaved and folded weight."""
+        order = formats.interleave_gate_up(self.n).to(weights[0].device) if self.interleave else None
+        starts = [0]
+        for w in weights:
+            starts.append(starts[-1] + w.shape[0])
+        step = max(16, BLOCK // self.k // 16 * 16)
+        for first in range(0, self.n, step):
+            last = min(self.n, first + step)
+            if order is None:
+                parts = [
+                    w.detach()[max(first - s, 0) : max(last - s, 0)] for w, s in zip(weights, starts, strict=False)
+                ]
+                rows = torch.cat([p for p in parts if p.shape[0]]).to(torch.float32)
+            else:
+                rows = torch.empty(last - first, self.k, device=weights[0].device)
+                wanted = order[first:last]
+                for w, s in zip(weights, starts, strict=False):
+                    here = (wanted >= s) & (wanted < s + w.shape[0])
+                    rows[here] = w.detach()[wanted[here] - s].to(torch.float32)
+            yield first, rows if gain is None else rows.mul_(gain.detach().to(torch.float32))
+
+    def _pack_bf16(self, weights: Sequence[Tensor], gain: Tensor | None) -> tuple[Tensor]:
+        like = weights[0]
+        dtype = like.dtype if like.dtype == torch.float16 else torch.bfloat16
+        packed = torch.empty(self.n, self.k, dtype=dtype, device=like.device)
+        for first, rows in self._blocks(weights, gain):
+            packed[first : first + rows.shape[0]] = rows
+        return (packed,)
+
+    def _pack_fp8(self, weights: Sequence[Tensor], gain: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        device = weights[0].device
+        packed = torch.empty(self.n, self.k, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.empty(self.n, dtype=torch.float32, device=device)
+        for first, rows in self._blocks(weights, gain):
+            here = slice(first, first + rows.shape[0])
+            packed[here], scales[here] = formats.quantize_fp8(rows)
+        return packed, scales, formats.fp8_state().to(device)
+
+    def _pack_int4(self, weights: Sequence[Tensor], gain: Tensor | None) -> tuple[Tensor]:
+        packed = torch.empty(
+            formats.int4_bytes(self.n, self.k, self.group), dtype=torch.uint8, device=weights[0].device
+        )
+        strip = formats.int4_bytes(16, self.k, self.group)
+        for first, rows in self._blocks(weights, gain):
+            block = formats.pack_int4(formats.quantize_int4(rows, self.group))
+            packed[first // 16 * strip :][: block.numel()] = block
+        return (packed,)
+
+
+def key_tables(spec: KVSpec, sources: Sequence[Tensor], inv_freq: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Key mean and balance of a layer, [Hkv, D] float32 each, before any calibration.
+
+    Without a k_proj bias: zeros and ones. With one, the mean is that of the rotated bias over positions, and the balance
+    is quant.md's (E k^2 / E q^2)^(1/4), equal on RoPE pairs, with the second moments that the bias and unit-variance
+    inputs give: b^2 + |w|^2 per row.
+    """
+    q_heads, kv_heads, dim = spec.heads
+    device = sources[0].device if sources else torch.device("cpu")
+    if not spec.biases:
+        return formats.kv_tables(kv_heads, dim, device)
+    count = len(spec.weights)
+    w = torch.cat([s.detach() for s in sources[:count]]) if count > 1 else sources[0].detach()
+    b = torch.cat([s.detach().float() for s in sources[count:]])
+    cut = [q_heads * dim, kv_heads * dim]
+    power = torch.linalg.vector_norm(w[: sum(cut)], dim=1, dtype=torch.float32).square() + b[: sum(cut)].square()
+    mean, _ = formats.kv_tables(kv_heads, dim, device, key_bias=b[cut[0] : sum(cut)], inv_freq=inv_freq)
+    k2 = power[cut[0] :].view(kv_heads, dim)
+    q2 = power[: cut[0]].view(kv_heads, q_heads // kv_heads, dim).mean(1)
+    rotated = dim if inv_freq is None else 2 * inv_freq.numel()
+    ratio = k2 / q2.clamp_min(1e-12)
+    half = rotated // 2
+    pair = (k2[:, :half] + k2[:, half:rotated]) / (q2[:, :half] + q2[:, half:rotated]).clamp_min(1e-12)
+    ratio[:, :half] = ratio[:, half:rotated] = pair
+    return mean, ratio.clamp(1e-4, 1e4).pow(0.25)
+
+
+RISK = 3.0
+"""Rotating part of a k_proj bias against what the inputs put into the keys, from which INT4 keys lose the latter.
+
+One rotated token is coded in 15 steps of its largest value: with a constant three times as large as the content, a step
+is as large as the content's standard deviation."""
+
+
+def key_bias_risk(weight: Tensor, bias: Tensor) -> str | None:
+    """Why INT4 keys would be ruined by this k_proj bias, or none.
+
+    weight: [Hkv * D, K], bias: [Hkv * D]. Compares the norm of the bias with that of the keys' standard deviation for
+    inputs of unit variance (the row norms of the weight); the largest channels decide, since rotation spreads them.
+    """
+    content = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32)
+    constant = bias.detach().float().abs()
+    ratio = float(constant.max() / torch.linalg.vector_norm(content).div(content.numel() ** 0.5).clamp_min(1e-12))
+    if ratio <= RISK:
+        return None
+    return (
+        f"k_proj has a bias of up to {float(constant.max()):.3g}, {ratio:.1f} times the keys' own spread:"
+        " without calibration INT4 keys would lose it, so this layer keeps the model's cache"
+    )
+
+
+class Entry:
+    """Packed constants and the parameters, by identity and version, that they were made from."""
+
+    __slots__ = ("sources", "tensors", "versions")
+
+    def __init__(self, sources: Sequence[Tensor], tensors: tuple[Tensor, ...]) -> None:
+        self.sources = [weakref.ref(s) for s in sources]
+        self.versions: list[int | None] = [version(s) for s in sources]
+        self.tensors = tensors
+
+    def current(self, sources: Sequence[Tensor]) -> bool:
+        """Whether these are still the parameters, unwritten."""
+        return all(r() is s and version(s) == v for r, s, v in zip(self.sources, sources, self.versions, strict=True))
+
+
+class WeightStore:
+    """All packed constants of the process."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple, Entry] = {}
+        self.packs = 0
+        self.repacks = 0
+
+    def get(self, key: tuple, sources: Sequence[Tensor], make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The constants ``key`` of these parameters, made by ``make`` when there are none or they are out of date."""
+        full = (*key, *map(id, sources))
+        entry = self._entries.get(full)
+        if entry is not None and entry.current(sources):
+            return entry.tensors
+        if entry is None:
+            self.packs += 1
+            # the constants die with the first parameter they were made from
+            weakref.finalize(sources[0], self._entries.pop, full, None)
+        else:
+            self.repacks += 1
+            del self._entries[full]
+            del entry  # before packing: old and new are never held together
+        with torch.no_grad():
+            entry = self._entries[full] = Entry(sources, make())
+        return entry.tensors
+
+    def drop(self, sources: Sequence[Tensor]) -> None:
+        """Forgets everything made from any of these parameters (they were written without being counted)."""
+        ids = set(map(id, sources))
+        for entry in self._entries.values():
+            if any(id(r()) in ids for r in entry.sources):
+                entry.versions = [_NEVER] * len(entry.versions)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all packed constants."""
+        return sum(t.nbytes for e in self._entries.values() for t in e.tensors)
+
+
+STORE = WeightStore()
+
+
+class Sample:
+    """A few elements of every parameter, to find writes that PyTorch does not count."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        views: dict[tuple, list[Tensor]] = {}
+        for p in parameters:
+            flat = p.detach().view(-1) if p.is_contiguous() else p.detach().reshape(-1)
+            views.setdefault((p.dtype, p.device), []).append(flat[:: max(1, -(-flat.numel() // SAMPLE))])
+        self._views = list(views.values())
+        self._values = self._read()
+
+    def _read(self) -> list[Tensor]:
+        return [torch.cat(v) for v in self._views]
+
+    def changed(self) -> bool:
+        """Whether any sampled element differs bit for bit from what it was."""
+        return any(
+            not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(self._values, self._read(), strict=True)
+        )

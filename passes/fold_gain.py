@@ -1,0 +1,37 @@
+"""Folds the RMSNorm gain into the weight behind it: g * norm(x) @ W.T == norm(x) @ (W * diag(g)).T
+
+Before -> after (``ctx.data["fold_gain"]`` then maps the node to the gain that its packed weight takes in)::
+
+    linear_exact(x, [w], .., norm=g, "rms")    ->    linear_exact(x, [w], .., norm=None, "rms")
+
+The product is computed in float32 when the weight is packed, before it is quantised, into the packed copy: the user's
+parameters keep their values, so a tied head and an embedding may share them, and a gain of zero is as good as any other.
+Preconditions: a packed precision (``exact`` keeps eager's order of roundings), and the gain is a parameter of the model.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from . import Context
+from .linears import is_op
+
+NAME = "fold_gain"
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> None:
+    """Folds every gain of ``gm`` that may be folded."""
+    folded: dict[fx.Node, fx.Node] = {}
+    for node, choice in ctx.data["choose_precision"].items():
+        gain = node.args[3]
+        if gain is None or not is_op(node, "linear_exact"):
+            continue
+        if choice.value == "exact":
+            ctx.missed(NAME, node, "the weight stays exact: eager applies the gain after rounding the norm")
+        elif not ctx.is_parameter(gain):
+            ctx.missed(NAME, node, f"the gain {gain.name} is no parameter of the model")
+        else:
+            folded[node] = gain
+            node.update_arg(3, None)
+            ctx.fired(NAME, node)
+    ctx.data[NAME] = folded

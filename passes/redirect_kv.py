@@ -1,0 +1,129 @@
+"""Redirects a StaticCache to its rotated INT4 copy: writes fill both, reads of finished pages become reads of INT4.
+
+Before -> after, decode::
+
+    q, k, v = qkv_rope(raw, cos, sin, ...)
+    kv_write_(keys, position, k); kv_write_(values, position, v)
+    y = attention(q, keys, values, mask, scale, False)
+      ->
+    y = attention_int4(raw, cos, sin, .., keys, values, k_codes, k_scales, v_codes, v_scales, mean, balance, position, ..)
+
+and in prefill ``q, k, v = qkv_append(...)`` with ``y = attention_prefill(q, k, v, ...)``. The user's keys and values stay
+true. The store of a cache that exists before the call is four new placeholders; the store of a cache that this graph
+creates (a first prefill) is created beside it and leaves as four new outputs; ``ctx.data["redirect_kv"]`` has a
+``KVSpec`` for each layer. Preconditions: both writes are StaticCache writes at one position, nothing else reads the
+cache between, its length is static, head_dim is even, and no calibration verdict (``ctx.data["keep_kv"]``) speaks
+against it. Numerics: quant.md decisions 3 and 4.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .. import ops
+from ..caches import KVSpec
+from . import Context, layer_of
+from .linears import is_op
+from .matching import insert, outputs, value
+
+aten = torch.ops.aten
+NAME = "redirect_kv"
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> None:
+    """Redirects every attention of ``gm`` whose cache can be redirected."""
+    specs: list[KVSpec] = []
+    if ctx.decision.cache.value not in ("int4", "int4-channel"):
+        ctx.data[NAME] = specs
+        return
+    for node in [n for n in gm.graph.nodes if is_op(n, "attention")]:
+        found = _match(ctx, node)
+        if isinstance(found, str):
+            ctx.missed(NAME, node, found)
+            continue
+        specs.append(_rewrite(gm, ctx, node, *found, index=len(specs)))
+    ctx.data[NAME] = specs
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The cache behind a slice along the tokens, or the node itself."""
+    return node.args[0] if node.target is aten.slice.Tensor and node.args[1] == 2 else node
+
+
+def _match(ctx: Context, node: fx.Node) -> str | tuple[fx.Node, fx.Node, fx.Node]:
+    """(qkv_rope, write of the keys, write of the values), or the first precondition that failed."""
+    q, k, v, _mask, _scale, causal = node.args
+    rope = q.args[0] if q.op == "call_function" and q.args else None
+    if not is_op(rope, "qkv_rope"):
+        return "q does not come from a fused q/k/v projection"
+    writes = []
+    for what, cache, i in (("keys", _base(k), 1), ("values", _base(v), 2)):
+        write = [u for u in cache.users if is_op(u, "kv_write_") and u.args[0] is cache]
+        if len(write) != 1:
+            return f"the {what} are not one StaticCache that is written once"
+        source = write[0].args[2]
+        if source.args[0] is not rope or source.args[1] != i:
+            return f"what is written to the {what} does not come from the same projection"
+        readers = [u for u in cache.users if u not in (write[0], node) and _base(u) is not cache and u.op != "output"]
+        if readers or any(u is not node for c in cache.users if _base(c) is cache and c is not cache for u in c.users):
+            return f"the {what} are also read by something else"
+        writes.append(write[0])
+    if writes[0].args[1] is not writes[1].args[1]:
+        return "keys and values are written at different positions"
+    shape = writes[0].args[0].meta["val"].shape
+    if not isinstance(shape[2], int) or not isinstance(shape[3], int):
+        return "the cache has a symbolic length"
+    created = writes[0].args[0].op != "placeholder"
+    if created and any(w.args[0].target is not aten.zeros.default for w in writes):
+        return "the cache is neither an input nor made of zeros here"
+    if shape[3] % 2:
+        return f"head_dim {shape[3]} is odd"
+    if layer_of(node) in ctx.data.get("keep_kv", {}):
+        return ctx.data["keep_kv"][layer_of(node)]
+    if causal and _base(k) is k and k.meta["val"].shape[2] != q.meta["val"].shape[2]:
+        return "causal attention over a cache longer than the call"
+    return rope, writes[0], writes[1]
+
+
+def _zeros(gm: fx.GraphModule, keys: fx.Node, sizes: list, dtype: torch.dtype) -> fx.Node:
+    with gm.graph.inserting_after(keys):
+        node = gm.graph.call_function(aten.new_zeros.default, (keys, sizes), {"dtype": dtype})
+    node.meta = {**keys.meta, "val": value(keys).new_zeros([value(s) for s in sizes], dtype=dtype)}
+    return node
+
+
+def _rewrite(
+    gm: fx.GraphModule, ctx: Context, node: fx.Node, rope: fx.Node, write_k: fx.Node, write_v: fx.Node, *, index: int
+) -> KVSpec:
+    q, _k, _v, mask, scale, causal = node.args
+    keys, position, values = write_k.args[0], write_k.args[1], write_v.args[0]
+    raw, cos, sin, q_norm, k_norm, eps, *heads = rope.args
+    val = keys.meta["val"]
+    batch, kv_heads, length, dim = val.shape
+    pages = -(-length // ops.PAGE)
+    created = keys.op != "placeholder"
+    store = []
+    for i, (last, dtype) in enumerate((((dim // 2,), torch.uint8), ((), torch.float16)) * 2):
+        shape = (batch, kv_heads, pages, ops.PAGE, *last)
+        if created:
+            new = _zeros(gm, keys, [keys.args[0][0], *shape[1:]], dtype)
+        else:
+            new = ctx.placeholder(gm, f"kv_{index}_{i}", val, shape, dtype)
+        store.append(new)
+    tables = [ctx.placeholder(gm, f"kv_{index}_{4 + i}", val, (kv_heads, dim), torch.float32) for i in range(2)]
+    cache = (keys, values, *store, *tables, position)
+    if ctx.decision.phase.value == "decode":
+        args = (raw, cos, sin, q_norm, k_norm, eps, *cache, mask, scale, *heads)
+        new = insert(gm, node, "attention_int4", args, like=node)
+    else:
+        fused = insert(gm, node, "qkv_append", (raw, cos, sin, q_norm, k_norm, eps, *cache, *heads), like=rope)
+        new = insert(gm, node, "attention_prefill", (*outputs(gm, fused, 3), *cache, mask, scale, causal), like=node)
+    node.replace_all_uses_with(new)
+    spec = KVSpec.of(ctx, layer_of(node), keys, values, position, created, rope)
+    for dead in (node, write_k, write_v):
+        gm.graph.erase_node(dead)
+    ctx.fired(NAME, new)
+    if created:
+        ctx.add_outputs(gm, store)
+    return spec
