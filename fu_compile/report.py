@@ -453,8 +453,8 @@ def _made_up_inputs(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
     cache, twin = (StaticCache(config=config, max_cache_len=4 * length) for _ in range(2))
     dtype = next(model.parameters()).dtype
     cache.early_initialization(batch_size=1, num_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device)
-    # The inputs are prepared on the CPU with a cache of one head and one column: masks read the cache's length, and meta
-    # tensors have no values.
+    # The inputs are prepared on the CPU with a cache of one head and one column: masks read the length of the cache,
+    # and meta tensors have no values.
     twin.early_initialization(batch_size=1, num_heads=1, head_dim=1, dtype=dtype, device=torch.device("cpu"))
     # transformers 5.24 calls it `cache`, earlier versions `past_key_values`.
     keyword = next(n for n in ("cache", "past_key_values") if n in inspect.signature(prepare).parameters)
