@@ -119,14 +119,15 @@ def test_int4_positions(lib, n, k, group, seed):
 
 
 def test_int4_fragment_order():
-    """The order itself, stated once more from the PTX manual's picture of the A operand of mma.m16n8k16."""
+    """The order itself, stated once more: the A operand of mma.m16n8k16 with the columns of a lane contiguous."""
     codes = torch.randint(0, 16, (16, 128), dtype=torch.uint8)
     q = formats.Int4Codes(codes, torch.ones(16, 1).half(), torch.zeros(16, 1, dtype=torch.uint8), 128)
     words = formats.pack_int4(q)[: formats.NIBBLE_BYTES].view(torch.int32).tolist()
     for _ in range(200):
         lane, step, register, half = (random.randrange(m) for m in (32, 8, 4, 2))
         row = lane // 4 + 8 * (register % 2)
-        column = 16 * step + 2 * (lane % 4) + half + 8 * (register // 2)
+        # k16 step 2c + j, columns of lane t: 32c + 8t + 4j + (0, 1 | 2, 3), see pack_int4
+        column = 32 * (step // 2) + 8 * (lane % 4) + 4 * (step % 2) + half + 2 * (register // 2)
         word = words[(step // 4) * 128 + lane * 4 + step % 4]
         pair = (word >> (4 * register)) & 0x000F000F  # what one lop3 extracts
         assert (pair >> (16 * half)) & 15 == codes[row, column]
