@@ -1,0 +1,155 @@
+"""What a query sees of the INT4 cache, in float32: decoded pages first, then exact rows.
+
+::
+
+    slots      0 ............ 64 c | 64 c ............ live | ...... L
+    seen       pages as they decode |  keys, values exactly  | never read
+
+``c`` = pages that were complete before this call. On a CPU the float32 rows hang on the storage of k_codes: a page is
+decoded once, the exact rows (fewer than 64, plus the tokens of the call) are copied at every call. Whoever else writes
+to the store moves a version and the decoded pages are dropped. A store without versions (inference tensors) and
+stores on other devices are decoded at every call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from fu_compile.lowerings.dense import version_of
+from torch import Tensor
+
+from fu_compile import formats
+
+PAGE = formats.PAGE
+_ATTRIBUTE = "_fu_decoded"
+
+
+@dataclass(frozen=True)
+class Store:
+    """The six tensors of one layer's INT4 cache (shapes: fu_compile.ops, qkv_append)."""
+
+    k_codes: Tensor
+    k_scales: Tensor
+    v_codes: Tensor
+    v_scales: Tensor
+    key_mean: Tensor
+    key_balance: Tensor
+
+    def versions(self) -> tuple[object, ...] | None:
+        """Identity and version of all six, or none where a tensor keeps no version."""
+        tensors = (self.k_codes, self.k_scales, self.v_codes, self.v_scales, self.key_mean, self.key_balance)
+        versions = [version_of(t) for t in tensors]
+        return None if None in versions else (*versions, *(t.data_ptr() for t in tensors), self.k_codes.shape)
+
+    def encode(self, keys: Tensor, values: Tensor, first: int, last: int) -> None:
+        """Quantises the pages first .. last-1 of keys and values: [B, Hkv, L, D]. Slots beyond L count as zero."""
+        rows = slice(first * PAGE, last * PAGE)
+        k, v = keys[:, :, rows], values[:, :, rows]
+        missing = (last - first) * PAGE - k.shape[2]
+        if missing:
+            k, v = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (k, v))
+        for (codes, scales), to_codes, to_scales in (
+            (formats.encode_keys(k, self.key_mean, self.key_balance), self.k_codes, self.k_scales),
+            (formats.encode_rows(v), self.v_codes, self.v_scales),
+        ):
+            to_codes[:, :, first:last].copy_(codes.unflatten(2, (-1, PAGE)))
+            to_scales[:, :, first:last].copy_(scales.unflatten(2, (-1, PAGE)))
+
+    def decode(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the pages first .. last-1: [B, Hkv, (last - first) * 64, D] f32."""
+        store = (self.k_codes, self.k_scales, self.v_codes, self.v_scales)
+        kc, ks, vc, vs = (t[:, :, first:last].flatten(2, 3) for t in store)
+        return formats.decode_keys(kc, ks, self.key_mean, self.key_balance), formats.decode_rows(vc, vs)
+
+
+@dataclass
+class _Decoded:
+    """The float32 rows that hang on a store."""
+
+    k: Tensor
+    v: Tensor
+    versions: tuple[object, ...] | None
+    pages: int = 0
+    """pages 0 .. pages-1 of k and v are decoded and finite or in ``dirty``"""
+    dirty: set[int] = field(default_factory=set)
+    """decoded pages with a non-finite value: only then do masked rows have to be cleaned"""
+
+
+def append(store: Store, keys: Tensor, values: Tensor, first: int, last: int) -> None:
+    """:meth:`Store.encode` that keeps what is decoded in step: pages before ``first`` stay decoded."""
+    if last <= first:
+        return
+    memo = _memo(store, keys.shape[1], keys.shape[-1])
+    store.encode(keys, values, first, last)
+    if memo is not None:
+        memo.pages, memo.versions = min(memo.pages, first), store.versions()
+
+
+def seen(
+    store: Store, keys: Tensor, values: Tensor, complete: int, live: int, check: bool
+) -> tuple[Tensor, Tensor, bool]:
+    """The keys and values that attention reads.
+
+    Args:
+        store: the INT4 cache.
+        keys: [B, Hkv, L, D], the exact rows.
+        values: like keys.
+        complete: pages that were complete before this call.
+        live: tokens in the cache, those of this call included.
+        check: whether the caller needs to know that all is finite.
+
+    Returns:
+        K and V, [B, Hkv, live, D] f32, not to be written, and (only if ``check``) whether all of it is known to be
+        finite.
+    """
+    exact = complete * PAGE
+    k_tail, v_tail = keys[:, :, exact:live], values[:, :, exact:live]
+    memo = _memo(store, keys.shape[1], keys.shape[-1])
+    if memo is None:
+        k, v = store.decode(0, complete)
+        return torch.cat((k, k_tail.float()), 2), torch.cat((v, v_tail.float()), 2), False
+    memo.pages = min(memo.pages, complete)  # rows behind it are overwritten with exact ones
+    if memo.pages < complete:
+        rows = slice(memo.pages * PAGE, exact)
+        k, v = store.decode(memo.pages, complete)
+        memo.k[:, :, rows], memo.v[:, :, rows] = k, v
+        memo.dirty = {p for p in memo.dirty if p < memo.pages}
+        if not _finite(k, v):
+            memo.dirty.add(memo.pages)
+        memo.pages = complete
+    if memo.dirty:
+        memo.dirty = {p for p in memo.dirty if p < complete}
+    k, v = memo.k[:, :, exact:live].copy_(k_tail), memo.v[:, :, exact:live].copy_(v_tail)
+    return memo.k[:, :, :live], memo.v[:, :, :live], check and not memo.dirty and _finite(k, v)
+
+
+def _finite(k: Tensor, v: Tensor) -> bool:
+    # A sum is finite only if every term is (or overflows: then a needless clean-up follows); it needs no temporary.
+    return bool(torch.isfinite(k.sum() + v.sum()))
+
+
+def _memo(store: Store, kv_heads: int, head_dim: int) -> _Decoded | None:
+    """The decoded rows that hang on the store, emptied if somebody else wrote to it; none where it cannot be known."""
+    versions = store.versions()
+    if store.k_codes.device.type != "cpu" or versions is None:
+        return None
+    storage = store.k_codes.untyped_storage()
+    memo: _Decoded | None = getattr(storage, _ATTRIBUTE, None)
+    batch, _, pages = store.k_codes.shape[:3]
+    shape = (batch, kv_heads, pages * PAGE, head_dim)
+    if memo is None or memo.k.shape != shape:
+        with torch.inference_mode(False):
+            memo = _Decoded(torch.empty(shape), torch.empty(shape), versions)
+        setattr(storage, _ATTRIBUTE, memo)
+    elif memo.versions != versions:
+        memo.pages, memo.versions = 0, versions
+        memo.dirty.clear()
+    return memo
+
+
+def forget(k_codes: Tensor) -> None:
+    """Frees the decoded rows that hang on a store; the next call decodes again."""
+    storage = k_codes.untyped_storage()
+    if hasattr(storage, _ATTRIBUTE):
+        delattr(storage, _ATTRIBUTE)

@@ -1,0 +1,229 @@
+"""Reference: RoPE, the INT4 cache and attention over it. Float32 inside, one rounding at the end.
+
+Positions are read back to the host: on a GPU that stalls the stream, so there this is for checking the kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from fu_compile.lowerings.pages import PAGE, Store, append, seen
+from fu_compile.lowerings.reference_block import check_length, merge_heads, rotate, sdpa
+from torch import Tensor
+
+from fu_compile import formats
+from fu_compile.errors import CacheMismatchError
+
+_HIDDEN = -65504.0 / 2
+"""An additive mask below this hides the slot: transformers writes the lowest value of the dtype, float16 at most."""
+
+
+def qkv_rope(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv: [B, S, (Hq + 2 Hkv) * D], cos and sin: [1 or B, S, R] -> q: [B, Hq, S, D], k, v: [B, Hkv, S, D]."""
+    b, s, _ = qkv.shape
+    heads = qkv.view(b, s, q_heads + 2 * kv_heads, head_dim).transpose(1, 2)
+    qk = heads[:, : q_heads + kv_heads].to(torch.float32)  # turned together: they stand side by side
+    if q_norm is not None or k_norm is not None:
+        parts = qk.split((q_heads, kv_heads), 1)
+        qk = torch.cat([_normed(x, gain, eps) for x, gain in zip(parts, (q_norm, k_norm), strict=True)], 1)
+    q, k = rotate(qk, cos.to(torch.float32), sin.to(torch.float32)).to(qkv.dtype).split((q_heads, kv_heads), 1)
+    # Outputs of an operator must not share memory, so k and v are copied even where they already are contiguous.
+    own = torch.contiguous_format
+    return q.contiguous(), k.clone(memory_format=own), heads[:, q_heads + kv_heads :].clone(memory_format=own)
+
+
+def _normed(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    if gain is None:
+        return x
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * gain.to(torch.float32)
+
+
+def _span(position: Tensor, keys: Tensor) -> tuple[int, int]:
+    """First position of the call and tokens in the cache after it; CacheLengthError if that is too long."""
+    first = int(position[0])
+    live = first + position.shape[0]
+    check_length(first, live - 1, keys.shape[2])
+    return first, live
+
+
+def _check_store(keys: Tensor, codes: Tensor, batch: int) -> None:
+    b, h, length, d = keys.shape
+    if b != batch or codes.shape[:2] != (b, h) or codes.shape[-1] * 2 != d or codes.shape[2] * PAGE < length:
+        raise CacheMismatchError(
+            f"a call with batch {batch}, a cache {list(keys.shape)} and an INT4 store {list(codes.shape)}"
+            " do not belong together"
+        )
+
+
+def qkv_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    keys: Tensor,
+    values: Tensor,
+    k_codes: Tensor,
+    k_scales: Tensor,
+    v_codes: Tensor,
+    v_scales: Tensor,
+    key_mean: Tensor,
+    key_balance: Tensor,
+    position: Tensor,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv_rope, then the exact rows into keys and values, then the INT4 copy of every page that is now complete.
+
+    Raises:
+        CacheLengthError, CacheMismatchError: before anything is written.
+    """
+    first, live = _span(position, keys)
+    _check_store(keys, k_codes, qkv.shape[0])
+    q, k, v = qkv_rope(qkv, cos, sin, q_norm, k_norm, eps, q_heads, kv_heads, head_dim)
+    keys[:, :, first:live].copy_(k)
+    values[:, :, first:live].copy_(v)
+    store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
+    append(store, keys, values, first // PAGE, live // PAGE)
+    return q, k, v
+
+
+def attention_int4(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    keys: Tensor,
+    values: Tensor,
+    k_codes: Tensor,
+    k_scales: Tensor,
+    v_codes: Tensor,
+    v_scales: Tensor,
+    key_mean: Tensor,
+    key_balance: Tensor,
+    position: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> Tensor:
+    """qkv_append and attention in one: -> [B, S, Hq*D] in the dtype of qkv."""
+    store = (k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
+    q, k, v = qkv_append(
+        qkv, cos, sin, q_norm, k_norm, eps, keys, values, *store, position, q_heads, kv_heads, head_dim
+    )  # fmt: skip
+    return attention_prefill(q, k, v, keys, values, *store, position, mask, scale, False)
+
+
+def attention_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_codes: Tensor,
+    k_scales: Tensor,
+    v_codes: Tensor,
+    v_scales: Tensor,
+    key_mean: Tensor,
+    key_balance: Tensor,
+    position: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    fresh: bool,
+) -> Tensor:
+    """Attention after qkv_append: q: [B, Hq, S, D] -> [B, S, Hq*D] in the dtype of q.
+
+    ``fresh``: over k and v of this call only, causal (or under the first S columns of the mask). Otherwise over the
+    cache: pages that were complete before position[0] as they decode, the rest exactly; without a mask, query i sees
+    the slots 0 .. position[i].
+    """
+    s = q.shape[2]
+    if fresh:
+        keys, values, finite, live = k.to(torch.float32), v.to(torch.float32), False, s
+    else:
+        first, live = _span(position, keys)
+        store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
+        keys, values, finite = seen(store, keys, values, first // PAGE, live, check=mask is not None)
+        if mask is None and s > 1:
+            mask = torch.arange(live, device=q.device) <= position[:, None]
+    y = _attend(q.to(torch.float32), keys, values, mask, scale, live, causal=fresh, finite=finite)
+    return merge_heads(y.to(q.dtype))
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, live: int, causal: bool, finite: bool
+) -> Tensor:
+    """Attention in float32.
+
+    mask: [.., S, >= live] bool or additive, or none; finite: K and V are known to hold no NaN and no infinity.
+    """
+    if mask is None:
+        return sdpa(q, k, v, None, scale, causal)
+    mask = mask[(None,) * (4 - mask.dim())][..., :live]
+    if mask.dtype == torch.bool:
+        blind = ~mask.any(-1, keepdim=True)
+    else:
+        mask = mask.to(torch.float32)
+        blind = mask.amax(-1, keepdim=True) == float("-inf")
+    if not finite:
+        # A slot that no query of its sequence may see must not reach the result: its weight is 0, but 0 * NaN is NaN.
+        visible = mask if mask.dtype == torch.bool else mask > _HIDDEN
+        used = visible.any(2).any(1)[:, None, :, None]
+        k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
+    # A query that may see nothing gives zeros, whatever SDPA's kernel makes of a row of -inf.
+    return sdpa(q, k, v, mask, scale).masked_fill(blind, 0.0)
+
+
+def kv_append_(
+    keys: Tensor,
+    values: Tensor,
+    k_codes: Tensor,
+    k_scales: Tensor,
+    v_codes: Tensor,
+    v_scales: Tensor,
+    key_mean: Tensor,
+    key_balance: Tensor,
+    first: int,
+    last: int,
+) -> None:
+    """Quantises the pages first .. last-1 of keys and values: [B, Hkv, L, D] into the store.
+
+    Raises:
+        CacheMismatchError: the store is not one of this cache. CacheLengthError: it has fewer than ``last`` pages.
+    """
+    _check_store(keys, k_codes, keys.shape[0])
+    check_length(first * PAGE, last * PAGE - 1, k_codes.shape[2] * PAGE)
+    append(Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance), keys, values, first, last)
+
+
+def kv_dequantize(codes: Tensor, scales: Tensor, mean: Tensor | None, balance: Tensor | None, pages: int) -> Tensor:
+    """codes: [B, Hkv, P, 64, D/2], scales: [B, Hkv, P, 64] -> [B, Hkv, pages*64, D] f32, keys with mean and balance."""
+    c, s = codes[:, :, :pages].flatten(2, 3), scales[:, :, :pages].flatten(2, 3)
+    if mean is None or balance is None:
+        return formats.decode_rows(c, s)
+    return formats.decode_keys(c, s, mean, balance)
+
+
+LAUNCH = {
+    "qkv_rope": qkv_rope,
+    "qkv_append": qkv_append,
+    "attention_int4": attention_int4,
+    "attention_prefill": attention_prefill,
+    "kv_append_": kv_append_,
+    "kv_dequantize": kv_dequantize,
+}
