@@ -72,7 +72,7 @@ def _section(title: str, content: str) -> str:
 
 
 def _model(model: ModelReport) -> str:
-    counts = [(n, v, COUNTERS.get(n, "")) for n, v in model.counters.items() if not n.startswith("bytes_")]
+    counts = [(n, v, COUNTERS.get(n, "")) for n, v in model.counted().items() if not n.startswith("bytes_")]
     options = [(n, v) for n, v in model.options.as_dict().items() if n != "version"]
     return (
         f"<h2>{escape(model.name)}</h2>"
@@ -86,11 +86,12 @@ def _model(model: ModelReport) -> str:
 
 
 def _bytes(model: ModelReport) -> str:
-    sizes = {name: value for name, value in model.counters.items() if name.startswith("bytes_") and value}
+    sizes = {name: value for name, value in model.counted().items() if name.startswith("bytes_") and value}
     largest = max(sizes.values(), default=1)
     rows = "".join(
         f"<tr><th>{name[6:]}</th><td>{human_bytes(value)}</td>"
-        f'<td><span class="bar" style="width:{20 * value / largest:.2f}rem"></span> {escape(COUNTERS[name])}</td></tr>'
+        f'<td><span class="bar" style="width:{20 * value / largest:.2f}rem"></span>'
+        f" {escape(COUNTERS.get(name, ''))}</td></tr>"
         for name, value in sizes.items()
     )
     return f"<table>{rows}</table>" if rows else ""
