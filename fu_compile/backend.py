@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from . import lowerings, ops, passes, plan
+from .caches import guard_static_caches
 from .capture import Captured, capture
 from .errors import (
     DtypeError,
@@ -28,6 +29,7 @@ from .errors import (
     FuWarning,
     GradientError,
     HeadDimError,
+    LoweringError,
     MetaParameterError,
     NoLlamaBlockError,
     OffloadedParameterError,
@@ -39,6 +41,12 @@ from .report import GraphReport, ModelReport, new_record, unwrap
 from .runtime import CompiledGraph, Signature
 
 log = logging.getLogger(__name__)
+
+GRAPHS = 64
+"""Graphs that Dynamo may keep for a model. Its own limit of 8 counts per code object, and all models of transformers
+share one (the wrapper around their forward): two models, two batch sizes and two caches would silently run in eager."""
+torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+guard_static_caches()
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes a model may have."""
@@ -88,7 +96,7 @@ def compile(  # the name torch uses
     resolved = Options.resolve(mode, options, **keywords)
     model = unwrap(model)
     check(model)
-    new_record(type(model).__name__, resolved, model)
+    new_record(type(model).__name__, resolved, model, *model.parameters())
     model.compile(backend=futransformer, dynamic=dynamic, fullgraph=fullgraph, options=resolved)
     return model
 
@@ -246,7 +254,7 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
         refuse(example_inputs)
         done = rewrite(gm, example_inputs, options, len(record.graphs))
     except FuError as error:
-        if options.strict:
+        if options.strict or isinstance(error, (LoweringError, MetaParameterError)):
             raise
         if parameters:  # glue between graph breaks has no parameters and is nobody's disappointment
             leave(record, error)
@@ -254,11 +262,15 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     start = time.perf_counter()
     signature = sign(done)
     inner = compile_rest(done.gm, None, options, record)
+    if options.lowering != "auto":
+        inner = lowerings.using(options.lowering)(inner)
     done.report.seconds["rest"] = time.perf_counter() - start
     record.add_graph(done.report)
     record.counters["bytes_original"] = _bytes(record)
     log.debug("%s", done.gm.print_readable(print_output=False))
-    return CompiledGraph(inner, signature, done.report, record.counters)
+    compiled = CompiledGraph(inner, signature, done.report, record.counters)
+    record.alive.add(compiled)
+    return compiled
 
 
 def record_for(gm: fx.GraphModule, parameters: Sequence[Tensor], options: Options) -> ModelReport:
@@ -270,9 +282,19 @@ def record_for(gm: fx.GraphModule, parameters: Sequence[Tensor], options: Option
         holder.register_parameter(str(i), p)  # type: ignore[arg-type]
     record = record_of(holder) if parameters else None
     if record is None or record.options != options:
-        record = new_record("model", options)
+        record = new_record(name_of(gm), options)
     record.tie(*parameters)
     return record
+
+
+def name_of(gm: fx.GraphModule) -> str:
+    """Class name of the outermost module of a graph (``LlamaForCausalLM``), or ``model``."""
+    for node in gm.graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            kind = next(iter(stack.values()))[1]
+            return str(getattr(kind, "__name__", kind)).rsplit(".", 1)[-1]
+    return "model"
 
 
 def _bytes(record: ModelReport) -> int:

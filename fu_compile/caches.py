@@ -95,7 +95,7 @@ class Copy:
     keys, values: [B, Hkv, L, D]; ``store``: k_codes, k_scales, v_codes, v_scales of ``formats.kv_store``.
     """
 
-    __slots__ = ("address", "keys", "store", "tables", "values", "versions")
+    __slots__ = ("__weakref__", "address", "keys", "store", "tables", "values", "versions")
 
     def __init__(self, keys: Tensor, values: Tensor, store: tuple[Tensor, ...], tables: tuple[Tensor, Tensor]) -> None:
         self.keys, self.values = weakref.ref(keys), weakref.ref(values)

@@ -33,7 +33,7 @@ class Decision:
 
     options: Options
     phase: Choice
-    """``prefill`` (several tokens, a cache is written), ``decode`` (one token) or ``score`` (no cache)."""
+    """``prefill`` (several tokens, a cache is written), ``decode`` (one token per sequence) or ``score`` (no cache)."""
     batch: Choice
     query_length: Choice
     weights: Choice
@@ -87,10 +87,10 @@ def decide(gm: fx.GraphModule, options: Options) -> Decision:
     batch, query = q.shape[0], q.shape[2]
     caches = _caches(gm)
     one = isinstance(query, int) and query == 1
-    if not caches:
+    if one:
+        phase = Choice("decode", "one token per sequence: bound by reading weights and cache")
+    elif not caches:
         phase = Choice("score", "no cache is written (use_cache=False): treated as prefill")
-    elif one:
-        phase = Choice("decode", "one token per sequence against a cache: bound by reading weights")
     else:
         phase = Choice("prefill", f"{query} tokens per sequence: weights are reused, bound by GEMMs")
 

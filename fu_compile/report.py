@@ -202,6 +202,15 @@ class ModelReport:
     notes: list[str] = field(default_factory=list)
     """What else a reader should know: options that do not apply on this device, for example."""
     ties: list[weakref.ref[Any]] = field(default_factory=list, repr=False)
+    alive: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False)
+    """The compiled graphs, whose ``measure`` gives what is counted only when somebody asks: bytes, device counters."""
+
+    def counted(self) -> Counter[str]:
+        """The counters, with what the living graphs hold now; what they share is counted once."""
+        total, seen = Counter(self.counters), set[int]()
+        for graph in self.alive:
+            total.update(graph.measure(seen))
+        return total
 
     def tie(self, *objects: object) -> None:
         """Remembers (weakly) modules or parameters by which :func:`report` finds this record."""
@@ -226,7 +235,7 @@ class ModelReport:
         return {
             "name": self.name,
             "options": self.options.as_dict(),
-            "counters": dict(self.counters),
+            "counters": dict(self.counted()),
             "fallbacks": [{"reason": reason, "where": where} for reason, where in self.fallbacks],
             "notes": list(self.notes),
             "graphs": [graph.as_dict() for graph in self.graphs],
@@ -279,7 +288,7 @@ class Report:
         """A flat dictionary with every key of :data:`COUNTERS`, summed over the models."""
         total = Counter(dict.fromkeys(COUNTERS, 0))
         for model in self.models:
-            for name, value in model.counters.items():
+            for name, value in model.counted().items():
                 total[name] += int(value)
         return dict(total)
 
@@ -502,7 +511,9 @@ def layer_map(graph: GraphReport) -> dict[str, dict[str, Cell]]:
         piece = _PASS_PIECES.get(event.name) or _piece_of_path(event.layer)
         target = cell(event.layer, piece)
         target.missed = True
-        _add(target.notes, f"{event.name} did not take {event.layer or event.node}: {event.note} ({event.where})")
+        _add(
+            target.notes, f"{event.name} did not take {event.layer or event.node}: {event.note} ({short(event.where)})"
+        )
     return dict(sorted(rows.items(), key=lambda item: (item[0] == REST, _natural(item[0]))))
 
 
@@ -588,7 +599,12 @@ def grouped_misses(graph: GraphReport) -> list[tuple[str, int, str, str, str]]:
     groups: dict[tuple[str, str], list[Event]] = {}
     for event in graph.near_misses():
         groups.setdefault((event.name, event.note), []).append(event)
-    return [(n, len(es), es[0].layer or es[0].node, es[0].where, note) for (n, note), es in groups.items()]
+    return [(n, len(es), es[0].layer or es[0].node, short(es[0].where), note) for (n, note), es in groups.items()]
+
+
+def short(where: str) -> str:
+    """``file:line`` without the path of the environment: ``transformers/models/llama/modeling_llama.py:67``."""
+    return re.split(r"(?:site|dist)-packages[/\\]", where)[-1]
 
 
 def title_of(graph: GraphReport) -> str:
@@ -606,9 +622,9 @@ def _model_text(model: ModelReport) -> Iterator[RenderableType]:
     yield ""
     for graph in model.graphs:
         yield from _graph_text(graph)
-    counts = [(name, value) for name, value in model.counters.items() if value and not name.startswith("bytes_")]
+    counts = [(name, value) for name, value in model.counted().items() if value and not name.startswith("bytes_")]
     sizes = [
-        (name, human_bytes(value)) for name, value in model.counters.items() if value and name.startswith("bytes_")
+        (name, human_bytes(value)) for name, value in model.counted().items() if value and name.startswith("bytes_")
     ]
     if counts or sizes:
         yield table("counters", ("counter", "value", "meaning"), [(*e, COUNTERS.get(e[0], "")) for e in counts + sizes])

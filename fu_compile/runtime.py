@@ -13,11 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from . import formats
 from .caches import COPIES, LENGTHS, Copy, KVSpec, version
 from .errors import CacheLengthError, MetaParameterError
+from .lowerings.dense import dense_bytes
 from .report import GraphReport
 from .weights import STORE, PackSpec, Sample, key_tables
 
@@ -93,6 +96,7 @@ class CompiledGraph:
         self.graph = graph
         self.counters = counters
         self._bindings: dict[int, Binding] = {}
+        self._copies: weakref.WeakSet[Copy] = weakref.WeakSet()
         self._anchor = signature.packs[0].weights[0] if signature.packs else None
         self._phase = f"{graph.phase}_calls"
         self._prefill = graph.phase != "decode"
@@ -119,6 +123,24 @@ class CompiledGraph:
         counters[self._phase] += 1
         self.graph.calls += 1
         return out
+
+    def measure(self, seen: set[int]) -> dict[str, int]:
+        """Bytes held and FP8 calls saturated, leaving out tensors whose ids are in ``seen`` (and adding to it)."""
+        found = Counter(bytes_packed=0, bytes_dense=0, bytes_kv=0, saturations=0)
+        for binding in self._bindings.values():
+            for t in binding.constants:
+                if id(t) in seen:
+                    continue
+                seen.add(id(t))
+                found["bytes_packed"] += t.nbytes
+                found["bytes_dense"] += dense_bytes(t)
+                if t.dtype == torch.float32 and t.shape == (formats.FP8_STATE,):
+                    found["saturations"] += int(formats.fp8_counters(t)["saturations"])
+        for copy in self._copies:
+            if id(copy) not in seen:
+                seen.add(id(copy))
+                found["bytes_kv"] += copy.bytes
+        return dict(found)
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -180,6 +202,7 @@ class CompiledGraph:
                 tables = tuple(t.to(keys.device) for t in tables)  # type: ignore[assignment]
                 copy = COPIES.attach(keys, values, tables, copy.store if known else None)  # type: ignore[union-attr]
                 used = self._used(args, spec, after)
+                self._copies.add(copy)
                 copy.fill(keys, values, used)
                 if used:
                     self.counters["reimports" if known else "imports"] += 1
@@ -204,6 +227,7 @@ class CompiledGraph:
             if copy is None:
                 keys, values = out[spec.keys], out[spec.values]
                 copy = COPIES.attach(keys, values, tables, stores[:4])
+                self._copies.add(copy)
                 del stores[:4]
                 copy.seen(keys, values)
             else:

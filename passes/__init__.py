@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, dtype, fx
 
+from ..capture import Input, drop_dead
+
 if TYPE_CHECKING:
-    from ..capture import Input
     from ..plan import Decision
 
 RECOGNISE = ("rms_norm", "rotary", "swiglu", "kv_write", "attention", "qkv", "residual")
@@ -121,6 +122,7 @@ def run(gm: fx.GraphModule, ctx: Context, names: Iterable[str]) -> None:
     for name in names:
         start = time.perf_counter()
         importlib.import_module(f"{__name__}.{name}").run(gm, ctx)
+        drop_dead(gm.graph)
         ctx.seconds[name] = ctx.seconds.get(name, 0.0) + time.perf_counter() - start
     gm.graph.lint()
     gm.recompile()

@@ -14,7 +14,6 @@ from __future__ import annotations
 from torch import fx
 
 from . import Context
-from .linears import is_op
 
 NAME = "fold_gain"
 
@@ -24,11 +23,9 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
     folded: dict[fx.Node, fx.Node] = {}
     for node, choice in ctx.data["choose_precision"].items():
         gain = node.args[3]
-        if gain is None or not is_op(node, "linear_exact"):
+        if gain is None or choice.value == "exact":
             continue
-        if choice.value == "exact":
-            ctx.missed(NAME, node, "the weight stays exact: eager applies the gain after rounding the norm")
-        elif not ctx.is_parameter(gain):
+        if not ctx.is_parameter(gain):
             ctx.missed(NAME, node, f"the gain {gain.name} is no parameter of the model")
         else:
             folded[node] = gain

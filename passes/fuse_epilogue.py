@@ -82,7 +82,6 @@ def _swiglu(gm: fx.GraphModule, ctx: Context, node: fx.Node) -> None:
     new = insert(gm, node, "linear_exact", (x, weights, biases, norm, None, eps, scale, prologue, fused))
     node.replace_all_uses_with(new)
     gm.graph.erase_node(node)
-    gm.graph.eliminate_dead_code()
     ctx.fired(NAME, new, "swiglu")
 
 
