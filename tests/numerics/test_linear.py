@@ -1,0 +1,245 @@
+"""The projections against float64: every prologue and epilogue, ragged shapes, poisoned padding, dense memo."""
+
+import copy
+import gc
+import io
+import itertools
+
+import pytest
+import torch
+from fu_compile.lowerings import dense, reference_linear
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fu_compile import formats as f
+from fu_compile import ops
+from fu_compile.errors import FormatError
+
+fu = torch.ops.futransformer
+EPILOGUES = ["|".join(n) for r in range(4) for n in itertools.combinations(ops.EPILOGUE_ORDER, r)]
+EPS, SCALE = 1e-5, 0.22
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def reference(x, w, bias, residual, prologue, epilogue):
+    """ops.py's meaning in float64; w: [N, K] as it decodes."""
+    x = x.double()
+    if prologue == "rms":
+        x = x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    y = x @ w.double().T
+    steps = epilogue.split("|")
+    if "bias" in steps:
+        y = y + bias.double()
+    if "swiglu" in steps:
+        gate, up = y.chunk(2, -1)
+        y = gate * torch.sigmoid(gate) * up
+    return residual.double() + SCALE * y if "residual" in steps else y
+
+
+def operands(n, k, epilogue, dtype, tokens=(2, 3)):
+    x = torch.randn(*tokens, k).to(dtype)
+    steps = epilogue.split("|")
+    out = n // 2 if "swiglu" in steps else n
+    bias = torch.randn(n).to(dtype) if "bias" in steps else None
+    residual = torch.randn(*tokens, out).to(dtype) if "residual" in steps else None
+    return x, bias, residual
+
+
+def close(y, expected, dtype):
+    assert y.dtype == dtype
+    # One rounding to dtype: half a unit. float32 accumulation over K <= 1000 stays below 2e-6 of the largest value.
+    half_unit = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    bound = expected.abs() * half_unit + 4e-6 * expected.abs().max()
+    assert ((y.double() - expected).abs() <= bound).all(), float(((y.double() - expected).abs() / bound).max())
+
+
+def pack(w, group, grid, paired):
+    """Packed bytes and the weight they stand for, in [gate; up] order."""
+    q = f.quantize_int4(w, group, grid)
+    decoded = f.dequantize_int4(q)
+    if paired:
+        order = f.interleave_gate_up(w.shape[0])
+        q = f.Int4Codes(q.codes[order], q.scales[order], q.zeros[order], group)
+    return f.pack_int4(q), decoded
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("prologue", ["", "rms"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int4(prologue, epilogue, dtype):
+    n, k, group = 44, 300, 64  # 22 gate rows: a ragged strip; 300 columns: a ragged group and tile
+    packed, decoded = pack(torch.randn(n, k), group, "asym", "swiglu" in epilogue)
+    x, bias, residual = operands(n, k, epilogue, dtype)
+    y = fu.linear_int4(x, packed, n, k, group, bias, residual, EPS, SCALE, prologue, epilogue)
+    close(y, reference(x, decoded, bias, residual, prologue, epilogue), dtype)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.sampled_from([1, 288, 576, 896]),
+    st.sampled_from(f.GROUPS),
+    st.sampled_from(["sym8", "asym"]),
+    st.sampled_from([(), (1,), (1, 1), (5, 7)]),
+    st.integers(0, 2**31),
+)
+def test_int4_shapes(n, k, group, grid, tokens, seed):
+    torch.manual_seed(seed)
+    packed, decoded = pack(torch.randn(n, k), group, grid, False)
+    x, *_ = operands(n, k, "", torch.float32, tokens)
+    y = fu.linear_int4(x, packed, n, k, group, None, None, EPS, 1.0, "rms", "")
+    assert y.shape == (*tokens, n)
+    close(y, reference(x, decoded, None, None, "rms", ""), torch.float32)
+
+
+def test_int4_padding_is_invisible():
+    """Every byte that belongs to padding may hold anything: the result does not change (B28)."""
+    n, k, group = 5, 100, 32
+    packed, _ = pack(torch.randn(n, k), group, "sym8", False)
+    rows, cols = 16, 128
+    q = f.unpack_int4(packed, rows, cols, group)
+    codes, scales, zeros = q.codes.clone(), q.scales.clone(), q.zeros.clone()
+    codes[n:], codes[:, k:] = 3, 5
+    scales[n:], zeros[n:] = float("nan"), 1
+    poisoned = f.pack_int4(f.Int4Codes(codes, scales, zeros, group))
+    assert not torch.equal(poisoned, packed)
+    x = torch.randn(3, k)
+    args = (n, k, group, None, None, EPS, 1.0, "", "")
+    assert torch.equal(fu.linear_int4(x, poisoned, *args), fu.linear_int4(x, packed, *args))
+
+
+@pytest.mark.parametrize("epilogue", ["", "bias", "bias|swiglu|residual"])
+@pytest.mark.parametrize("prologue", ["", "rms"])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float16)])
+def test_bf16(prologue, epilogue, dtype, weight_dtype):
+    w = torch.randn(24, 80).to(weight_dtype)
+    x, bias, residual = operands(24, 80, epilogue, dtype)
+    y = fu.linear_bf16(x, w, bias, residual, EPS, SCALE, prologue, epilogue)
+    close(y, reference(x, w, bias, residual, prologue, epilogue), dtype)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("prologue", ["", "rms"])
+@pytest.mark.parametrize("scaling", f.FP8_SCALINGS)
+def test_fp8(prologue, epilogue, scaling):
+    """The input as its codes decode, rstd of the unquantised input on the finished row."""
+    n, k = 24, 80
+    w, s = f.quantize_fp8(torch.randn(n, k))
+    x, bias, residual = operands(n, k, epilogue, torch.float32)
+    state, twin = f.fp8_state(), f.fp8_state()
+    y = fu.linear_fp8(x, w, s, state, bias, residual, EPS, SCALE, prologue, epilogue, scaling)
+    codes, step = f.fp8_quantize(x, twin, scaling)
+    assert torch.equal(state, twin)
+    seen = codes.double() * step.double()
+    if prologue == "rms":
+        seen = seen / torch.sqrt(x.double().pow(2).mean(-1, keepdim=True) + EPS)
+    close(y, reference(seen, f.dequantize_fp8(w, s), bias, residual, "", epilogue), torch.float32)
+
+
+def test_fp8_jump_and_zeros():
+    """B26 and B37 through the operator: a jump of 100x is repaired, zeros are exact, NaN stays in its row."""
+    w, s = f.quantize_fp8(torch.randn(8, 64))
+    x, state = torch.randn(2, 64), f.fp8_state()
+    call = lambda x, state: fu.linear_fp8(x, w, s, state, None, None, EPS, 1.0, "rms", "", "delayed")  # noqa: E731
+    call(x, state)
+    assert torch.equal(call(x * 100, state), call(x * 100, f.fp8_state()))
+    assert f.fp8_counters(state)["saturations"] == 1
+    assert not call(torch.zeros(2, 64), f.fp8_state()).any()
+    x[0, 0] = float("nan")
+    y = call(x, f.fp8_state())
+    assert y[0].isnan().all()
+    assert y[1].isfinite().all()
+
+
+def test_zero_rows_and_groups():
+    """B37: a zero row gives exact zeros, a zero group changes nothing else."""
+    w = torch.randn(16, 256)
+    w[3], w[5, :128] = 0.0, 0.0
+    packed, decoded = pack(w, 128, "sym8", False)
+    x = torch.randn(4, 256)
+    y = fu.linear_int4(x, packed, 16, 256, 128, None, None, EPS, 1.0, "rms", "")
+    assert not y[:, 3].any()
+    close(y, reference(x, decoded, None, None, "rms", ""), torch.float32)
+    assert not fu.linear_int4(x * 0, packed, 16, 256, 128, None, None, EPS, 1.0, "rms", "").any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_is_eager(dtype):
+    """linear_exact: bit for bit what the modules compute."""
+    k, n = 48, 32
+    x, gain = torch.randn(2, 3, k).to(dtype), torch.randn(k).to(dtype)
+    ws = [torch.randn(n, k).to(dtype) for _ in range(3)]
+    bs = [torch.randn(n).to(dtype) for _ in range(3)]
+    linear = torch.nn.functional.linear
+    x32 = x.float()
+    normed = gain * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + EPS)).to(dtype)
+    y = fu.linear_exact(x, ws, bs, gain, None, EPS, 1.0, "rms", "bias")
+    assert torch.equal(y, torch.cat([linear(normed, w, b) for w, b in zip(ws, bs, strict=True)], -1))
+    mlp = torch.nn.functional.silu(linear(normed, ws[0])) * linear(normed, ws[1])
+    assert torch.equal(fu.linear_exact(x, ws[:2], [], gain, None, EPS, 1.0, "rms", "swiglu"), mlp)
+    fused = linear(x, torch.cat(ws[:2]))
+    one = fu.linear_exact(x, [torch.cat(ws[:2])], [], None, None, EPS, 1.0, "", "swiglu")
+    assert torch.equal(one, torch.nn.functional.silu(fused[..., :n]) * fused[..., n:])
+    r = torch.randn(2, 3, n).to(dtype)
+    assert torch.equal(fu.linear_exact(x, ws[:1], [], None, r, EPS, 1.0, "", "residual"), r + linear(x, ws[0]))
+    granite = r + linear(x, ws[0]) * SCALE
+    assert torch.equal(fu.linear_exact(x, ws[:1], [], None, r, EPS, SCALE, "", "residual"), granite)
+
+
+def test_refusals():
+    packed, _ = pack(torch.randn(16, 128), 128, "sym8", False)
+    x = torch.randn(2, 128)
+    for prologue, epilogue in (("norm", ""), ("", "residual|bias"), ("", "silu"), ("", "bias|bias")):
+        with pytest.raises(FormatError):
+            fu.linear_int4(x, packed, 16, 128, 128, x, x, EPS, 1.0, prologue, epilogue)
+    with pytest.raises(FormatError, match="bias"):
+        fu.linear_int4(x, packed, 16, 128, 128, None, None, EPS, 1.0, "", "bias")
+    with pytest.raises(FormatError):
+        fu.linear_int4(x, packed, 32, 128, 128, None, None, EPS, 1.0, "", "")
+    with pytest.raises(FormatError):
+        fu.linear_exact(x, [torch.randn(4, 128)], [], None, None, EPS, 1.0, "", "bias")
+
+
+def test_dense_memo():
+    """Made once, found through aliases, remade after a write, freed with its storage, not pickled or copied."""
+    gc.collect()
+    before = dense.dense_bytes()
+    packed, _ = pack(torch.randn(32, 128), 128, "sym8", False)
+    other, decoded = pack(torch.randn(32, 128), 128, "sym8", False)
+    x = torch.randn(1, 128)
+    args = (32, 128, 128, None, None, EPS, 1.0, "", "")
+    made = []
+    original = reference_linear.dense_int4
+    reference_linear.dense_int4 = lambda *a: made.append(1) or original(*a)
+    try:
+        y = fu.linear_int4(x, packed, *args)
+        assert torch.equal(fu.linear_int4(x, packed.detach(), *args), y)
+        assert len(made) == 1
+        assert dense.dense_bytes() - before == 32 * 128 * 4
+        packed.copy_(other)
+        close(fu.linear_int4(x, packed, *args), reference(x, decoded, None, None, "", ""), torch.float32)
+        assert len(made) == 2
+        buffer = io.BytesIO()
+        torch.save(packed, buffer)
+        assert buffer.tell() < packed.numel() + 4096  # the dense copy would be 16 KB
+        twin = copy.deepcopy(packed)
+        fu.linear_int4(x, twin, *args)
+        assert len(made) == 3
+        dense.forget(twin)
+        assert dense.dense_bytes() - before == 32 * 128 * 4
+        del packed, twin
+        gc.collect()
+        assert dense.dense_bytes() == before
+        with torch.inference_mode():
+            frozen = other.clone()
+            fu.linear_int4(x, frozen, *args)
+            fu.linear_int4(x, frozen, *args)
+        fu.linear_int4(x, frozen, *args)
+        assert len(made) == 4
+    finally:
+        reference_linear.dense_int4 = original
