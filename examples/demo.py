@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the three parts; every setting that takes time can be made smaller."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="folder, hub id or .gguf file")
-    parser.add_argument("--prompt", default="What is the capital of France? Answer in one sentence.")
+    parser.add_argument("--prompt", default="What is the capital of France, and what is it known for?")
     parser.add_argument("--tokens", type=int, default=48, help="tokens to generate")
     parser.add_argument("--windows", type=int, nargs="*", default=[14, 56, 98, 140], help="windows of the text")
     parser.add_argument("--length", type=int, default=256, help="tokens per window")
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     console.print(f"user:      {args.prompt}\nassistant: {answer}", markup=False, highlight=False)
     console.print(f"\n{speed:.1f} tokens/s (uncompiled {eager:.1f}), {model.device.type}, {model.dtype}, batch 1")
     console.rule("report")
-    console.print(str(report), markup=False, highlight=False)
+    print(report)
 
     console.rule("perplexity")
     try:
