@@ -232,6 +232,7 @@ def _surfaced(cls: type[FuError]) -> type[FuError]:
     def init(self: Any, what: str, where: str, advice: str, code: str) -> None:
         ShortenTraceback.__init__(self, what, first_useful_frame=None)
         self.what, self.where, self.advice, self.code = what, where, advice, code
+        self.msg = what  # an ImportError has this field, and Dynamo searches it
 
     body = {"__init__": init, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "_public": cls}
     return type(cls.__name__, (cls, ShortenTraceback), body)
