@@ -20,8 +20,11 @@ measured and why these formats were chosen: docs/numerics.md.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -403,8 +406,8 @@ def fp8_quantize(x: Tensor, state: Tensor, scaling: str = "delayed") -> tuple[Te
     A power of two moves only the exponent: whatever the history, a value rounds to the same number unless it falls
     under the subnormal step (scale * 2^-9).
 
-    Non-finite elements become NaN and are counted by call; history and scale see the finite ones only. Nothing is read
-    back to the host.
+    Non-finite elements become NaN and are counted by call; history and scale see the finite ones only. On an
+    accelerator nothing is read back to the host.
 
     Args:
         x: any shape, floating.
@@ -424,28 +427,67 @@ def fp8_quantize(x: Tensor, state: Tensor, scaling: str = "delayed") -> tuple[Te
     x32 = x.detach().to(torch.float32)
     if x.numel() == 0:
         return x32.to(torch.float8_e4m3fn), state.new_ones(())
+    if state.device.type == "cpu":
+        return _fp8_on_host(x32, state, scaling)
+    return _fp8_on_device(x32, state, scaling)
+
+
+def _fp8_rule(scaling: str, amax: Any, seen: Any, before: Any, frozen: Any, power: Any, where: Any) -> Any:
+    """(scale of this call, scale to record, saturated?), for numbers or tensors; seen: largest amax of the history."""
+    if scaling == "dynamic":
+        scale = power(amax, 1.0)
+        return scale, scale, amax < 0.0
+    planned = power(where(seen > 0.0, seen, amax), 2.0)
+    if scaling == "static":
+        planned = where(frozen > 0.0, before, planned)
+    saturated = amax > planned * E4M3_MAX
+    scale = where(saturated, power(amax, 2.0), planned)
+    # A frozen scale outlives a saturated call; a delayed one is only a record of the call.
+    return scale, where(frozen > 0.0, before, scale), saturated
+
+
+def _fp8_on_device(x32: Tensor, state: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
+    """Without reading anything back: some thirty small kernels."""
     magnitude = x32.abs()
     bad = ~(magnitude.amax() < float("inf"))
     amax = magnitude.nan_to_num_(0.0, 0.0, 0.0).amax()
     history = state[:FP8_HISTORY]
     before, calls, saturations, frozen, non_finite = state[FP8_HISTORY : FP8_HISTORY + len(FP8_SLOTS)].unbind()
-    if scaling == "dynamic":
-        scale = record = _power_of_two(amax, 1.0)
-    else:
-        seen = history.amax()
-        own, planned = _power_of_two(torch.stack((amax, torch.where(seen > 0.0, seen, amax))), 2.0).unbind()
-        if scaling == "static":
-            planned = torch.where(frozen > 0.0, before, planned)
-        saturated = amax > planned * E4M3_MAX
-        scale = torch.where(saturated, own, planned)
-        saturations = saturations + saturated
-        # A frozen scale outlives a saturated call; a delayed one is only a record of the call.
-        record = torch.where(frozen > 0.0, before, scale)
-    scalars = torch.stack((record, calls + 1.0, saturations, frozen, non_finite + bad))
+    rule = _fp8_rule(scaling, amax, history.amax(), before, frozen, _power_of_two, torch.where)
+    scale, record, saturated = rule
+    scalars = torch.stack((record, calls + 1.0, saturations + saturated, frozen, non_finite + bad))
     state[: FP8_HISTORY + len(FP8_SLOTS)] = torch.cat((amax.view(1), history[:-1], scalars))
     q = x32 / scale
     # An infinity must not be saturated to 448 by the conversion: 0 * inf makes it NaN and leaves finite values alone.
     return (q + q * 0.0).to(torch.float8_e4m3fn), scale
+
+
+def _fp8_on_host(x32: Tensor, state: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
+    """On a CPU reading back is free, and numbers are six times faster than scalar tensors; the same bits."""
+    magnitude = x32.abs()
+    amax = float(magnitude.amax())
+    bad = not amax < float("inf")
+    if bad:
+        amax = float(magnitude.nan_to_num_(0.0, 0.0, 0.0).amax())
+    values = state.tolist()
+    history = values[:FP8_HISTORY]
+    before, calls, saturations, frozen, non_finite = values[FP8_HISTORY : FP8_HISTORY + len(FP8_SLOTS)]
+    rule = _fp8_rule(scaling, amax, max(history), before, frozen, _power_of_two_number, _where_number)
+    scale, record, saturated = rule
+    scalars = [record, calls + 1.0, saturations + saturated, frozen, non_finite + bad]
+    state.copy_(torch.tensor([amax, *history[:-1], *scalars, *values[FP8_HISTORY + len(FP8_SLOTS) :]]))
+    q = x32 / scale
+    return (q + q * 0.0 if bad else q).to(torch.float8_e4m3fn), torch.tensor(scale)
+
+
+def _where_number(condition: bool, a: float, b: float) -> float:
+    return a if condition else b
+
+
+def _power_of_two_number(amax: float, headroom: float) -> float:
+    """:func:`_power_of_two` for one number, with the same float32 rounding of the product."""
+    mantissa, exponent = math.frexp(np.float32(amax) * np.float32(headroom / E4M3_MAX))
+    return 1.0 if mantissa == 0.0 else 2.0 ** max(exponent - (mantissa == 0.5), -126)
 
 
 def fp8_freeze(state: Tensor) -> None:

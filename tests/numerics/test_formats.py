@@ -310,6 +310,24 @@ def test_fp8_non_finite_propagates_and_is_forgotten(bad, scaling):
     assert f.fp8_counters(state)["saturations"] == 0
 
 
+@few
+@given(st.lists(st.floats(0.0, 2.0**100, width=32), min_size=1, max_size=20), st.sampled_from(f.FP8_SCALINGS), seeds)
+def test_fp8_host_and_device_are_one(sizes, scaling, seed):
+    """The numbers of a CPU and the tensors of an accelerator: the same states, scales and codes, bit for bit."""
+    host, device = f.fp8_state(), f.fp8_state()
+    for i, size in enumerate(sizes):
+        x = rand(8, seed=seed + i, scale=size)
+        x[i % 8] = math.inf if i % 5 == 3 else size
+        a, sa = f._fp8_on_host(x, host, scaling)
+        b, sb = f._fp8_on_device(x, device, scaling)
+        assert torch.equal(host.view(torch.int32), device.view(torch.int32))
+        assert torch.equal(sa.view(torch.int32), sb.view(torch.int32))
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        if i == 7 and float(host[:16].max()) > 0:
+            f.fp8_freeze(host)
+            f.fp8_freeze(device)
+
+
 def test_fp8_static_calibrates_until_frozen():
     state = f.fp8_state()
     with pytest.raises(FormatError, match="nothing to freeze"):
