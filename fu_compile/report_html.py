@@ -49,8 +49,8 @@ summary { cursor: pointer; }
 
 def page(report: Report) -> str:
     """The whole page as text."""
-    # "</" inside a script element would end it.
-    data = json.dumps(report.as_dict()).replace("</", "<\\/")
+    # "</script" and "<!--" inside a script element would end or change it.
+    data = json.dumps(report.as_dict()).replace("<", "\\u003c")
     key = "".join(f'<span class="{name}">{name}</span>{escape(text)} ' for name, text in FORMATS.items())
     body = "".join(_model(model) for model in report.models) or f"<p>{escape(str(report))}</p>"
     return (
