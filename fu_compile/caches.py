@@ -202,8 +202,10 @@ def guard_static_caches() -> None:
     Dynamo meets such a call inside ``StaticLayer.update``, long before a backend sees a graph, and would report it as
     an internal error of a fake tensor; so the check stands there. Idempotent; correct calls are not changed.
     """
-    from transformers import cache_utils
-
+    try:
+        from transformers import cache_utils
+    except ImportError:  # without transformers there is no such cache, and the backend still runs other modules
+        return
     for cls in (cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer):
         if not getattr(cls.update, "_fu_checked", False):
             cls.update = _checked(cls.update)  # type: ignore[method-assign]
