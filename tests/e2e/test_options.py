@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import pathlib
 import pickle
+import re
 
 import pytest
 import torch
@@ -251,3 +253,14 @@ def test_other_errors_are_left_to_dynamo():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="mine"):
         torch.compile(lambda x: x + 2, backend=backend)(torch.ones(2))
+
+
+def test_the_documentation_lists_every_option_and_code():
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
+    for name, values, meaning in table():
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+        shown = [] if name == "overrides" else [f'"{v}"' if isinstance(v, str) else str(v) for v in values]
+        assert all(f"`{value}`" in row for value in shown)
+        assert meaning.split(":")[0] in row or name == "fp8_scaling"
+    rows = dict(re.findall(r"^\| (FU-\w+-\d+) \| `\w+` \| (.*) \|$", text, re.M))
+    assert rows == CODES
