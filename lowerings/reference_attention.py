@@ -185,7 +185,7 @@ def _attend(
         visible = mask if mask.dtype == torch.bool else mask > _HIDDEN
         used = visible.any(2).any(1)[:, None, :, None]
         k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
-    # A query that may see nothing gives zeros, whatever SDPA's kernel makes of a row of -inf.
+    # A query that may see nothing gives zeros: the CPU kernels do that by themselves, others have given NaN.
     return sdpa(q, k, v, mask, scale).masked_fill(blind, 0.0)
 
 

@@ -312,6 +312,24 @@ def test_foreign_writes_are_noticed(monkeypatch):
         check(m.decode())
 
 
+def test_reading_back_and_forth():
+    """Calls at an earlier position see that page exactly, and leave nothing of it behind for later positions."""
+    m = Model(length=200, d=8)
+    m.prefill(150, fresh=True)
+    q = torch.randn(2, m.hq, 1, 8)
+    k = torch.randn(2, m.hkv, 1, 8)
+
+    def at(position):
+        tail = (torch.tensor([position]), None, SCALE, False)
+        return fu.attention_prefill(q, k, k, m.keys, m.values, *m.store, *m.tables, *tail)
+
+    late, early = at(149), at(100)
+    assert torch.equal(at(149), late)
+    assert torch.equal(at(100), early)
+    m.at = 101
+    check((early, m.expected(q, 100, None)))
+
+
 def test_inference_tensors_are_never_trusted():
     with torch.inference_mode():
         m = Model(length=100, d=8)
