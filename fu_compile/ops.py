@@ -75,7 +75,7 @@ SCHEMAS: dict[str, str] = {
     "linear_bf16": f"(Tensor x, Tensor weight, {_EPILOGUE}) -> Tensor",
     # weight: [N, K] e4m3, weight_scale: [N] f32 (w = weight * weight_scale), act: f32 [formats.FP8_STATE], the delayed
     # scaling state of this linear's input, updated by the call; scaling: "delayed" | "static" | "dynamic".
-    # The input is quantised as it stands (before the norm), rstd multiplies the finished row.
+    # What is quantised is P(x): behind the norm no massive token can push the other rows into e4m3's subnormals.
     "linear_fp8": f"(Tensor x, Tensor weight, Tensor weight_scale, Tensor(a!) act, {_EPILOGUE}, str scaling) -> Tensor",
     # packed: [bytes] u8, formats.pack_int4 of an [n, k] weight with this group; with swiglu in the epilogue its rows
     # are in formats.interleave_gate_up order.

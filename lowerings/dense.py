@@ -61,6 +61,9 @@ def forget(packed: Tensor) -> None:
         delattr(storage, _ATTRIBUTE)
 
 
-def dense_bytes() -> int:
-    """Bytes of all dense forms that are alive."""
-    return sum(e.dense.numel() * e.dense.element_size() for e in _entries)
+def dense_bytes(packed: Tensor | None = None) -> int:
+    """Bytes of the dense form of ``packed`` (0 where it has none), or of all dense forms that are alive."""
+    if packed is None:
+        return sum(e.dense.nbytes for e in _entries)
+    entry: _Entry | None = getattr(packed.untyped_storage(), _ATTRIBUTE, None)
+    return 0 if entry is None else entry.dense.nbytes

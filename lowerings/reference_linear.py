@@ -158,14 +158,15 @@ def linear_fp8(
 ) -> Tensor:
     """weight: [N, K] e4m3 with weight_scale: [N] f32; act: the state of this input, updated.
 
-    x is quantised as it stands, before the norm; rstd (of x itself, not of its codes) multiplies the finished row.
+    The normalised row is quantised. Quantising x as it stands, with rstd on the finished row, would let one massive
+    token (quant.md: the sink) push every other row into e4m3's subnormals: relative output error 0.19 against 0.037
+    with a sink 3000 times the rest.
     """
     rms, steps = _steps(prologue, epilogue)
     full = dense(weight, (weight.shape, weight.storage_offset()), lambda: weight.detach().to(torch.float32))
-    codes, step = formats.fp8_quantize(x, act, scaling)
+    x32 = x.to(torch.float32)
+    codes, step = formats.fp8_quantize(x32 * _rstd(x32, eps) if rms else x32, act, scaling)
     y = F.linear(codes.to(torch.float32).mul_(step), full).mul_(weight_scale)
-    if rms:
-        y = y.mul_(_rstd(x.to(torch.float32), eps))
     return _finish(y, steps, bias, residual, scale).to(x.dtype)
 
 

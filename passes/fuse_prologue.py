@@ -80,6 +80,8 @@ def _qkv(gm: fx.GraphModule, ctx: Context, node: fx.Node) -> None:
 def _norm(gm: fx.GraphModule, ctx: Context, norm: fx.Node) -> None:
     x, gain, eps = norm.args
     others = [u for u in norm.users if not (is_op(u, "linear_exact") and u.args[0] is norm and not u.args[7])]
+    if others and all(is_op(u, "qkv") for u in others):
+        return  # exact: the norm keeps its own roundings
     if others:
         ctx.missed(NAME, norm, f"the norm is also read by {others[0].name}, which is no projection")
         return

@@ -127,17 +127,16 @@ def test_bf16(prologue, epilogue, dtype, weight_dtype):
 @pytest.mark.parametrize("prologue", ["", "rms"])
 @pytest.mark.parametrize("scaling", f.FP8_SCALINGS)
 def test_fp8(prologue, epilogue, scaling):
-    """The input as its codes decode, rstd of the unquantised input on the finished row."""
+    """P(x) as its codes decode, against the dequantised weight."""
     n, k = 24, 80
     w, s = f.quantize_fp8(torch.randn(n, k))
     x, bias, residual = operands(n, k, epilogue, torch.float32)
     state, twin = f.fp8_state(), f.fp8_state()
     y = fu.linear_fp8(x, w, s, state, bias, residual, EPS, SCALE, prologue, epilogue, scaling)
-    codes, step = f.fp8_quantize(x, twin, scaling)
+    row = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) if prologue == "rms" else x
+    codes, step = f.fp8_quantize(row, twin, scaling)
     assert torch.equal(state, twin)
     seen = codes.double() * step.double()
-    if prologue == "rms":
-        seen = seen / torch.sqrt(x.double().pow(2).mean(-1, keepdim=True) + EPS)
     close(y, reference(seen, f.dequantize_fp8(w, s), bias, residual, "", epilogue), torch.float32)
 
 
@@ -145,7 +144,7 @@ def test_fp8_jump_and_zeros():
     """B26 and B37 through the operator: a jump of 100x is repaired, zeros are exact, NaN stays in its row."""
     w, s = f.quantize_fp8(torch.randn(8, 64))
     x, state = torch.randn(2, 64), f.fp8_state()
-    call = lambda x, state: fu.linear_fp8(x, w, s, state, None, None, EPS, 1.0, "rms", "", "delayed")  # noqa: E731
+    call = lambda x, state: fu.linear_fp8(x, w, s, state, None, None, EPS, 1.0, "", "", "delayed")  # noqa: E731
     call(x, state)
     assert torch.equal(call(x * 100, state), call(x * 100, f.fp8_state()))
     assert f.fp8_counters(state)["saturations"] == 1
@@ -154,6 +153,18 @@ def test_fp8_jump_and_zeros():
     y = call(x, f.fp8_state())
     assert y[0].isnan().all()
     assert y[1].isfinite().all()
+
+
+def test_fp8_behind_a_norm_survives_a_sink():
+    """A massive token must not cost the other rows their precision: the normalised rows are what is quantised."""
+    w, s = f.quantize_fp8(torch.randn(32, 256))
+    x = torch.randn(9, 256)
+    call = lambda x: fu.linear_fp8(x, w, s, f.fp8_state(), None, None, EPS, 1.0, "rms", "", "delayed")  # noqa: E731
+    alone = call(x[1:])
+    x[0, 7] *= 3000.0
+    error = (call(x)[1:] - alone).norm() / alone.norm()
+    # A shared power-of-two scale moves at most a few values across the subnormal step; e4m3 itself errs by 0.03.
+    assert error < 0.01
 
 
 def test_zero_rows_and_groups():
