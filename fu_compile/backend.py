@@ -38,7 +38,7 @@ from .errors import (
 )
 from .options import Options
 from .report import GraphReport, ModelReport, new_record, unwrap
-from .runtime import CompiledGraph, Signature
+from .runtime import CompiledGraph, Signature, Size
 
 log = logging.getLogger(__name__)
 
@@ -392,34 +392,44 @@ _WRITES = {"kv_write_": (0, 1), "qkv_append": (6, 14), "attention_int4": (6, 14)
 """Operator -> positions of the cache and of the token positions among its arguments."""
 
 
-def limits_of(done: Rewritten) -> list[tuple[int, int, str]]:
+def limits_of(done: Rewritten) -> list[tuple[int, Size, str]]:
     """(index of the cumulative_length, slots, layer) of every StaticCache that the graph writes; each length once."""
     from .caches import length_input
 
-    found: dict[int, tuple[int, int, str]] = {}
+    found: dict[int, tuple[int, Size, str]] = {}
     for node in done.gm.graph.nodes:
         where = _WRITES.get(ops.name_of(node.target) or "")
         if where is None:
             continue
         cache, position = node.args[where[0]], node.args[where[1]]
         index = length_input(done.ctx, position)
-        slots = cache.meta["val"].shape[2]
-        if index is not None and isinstance(slots, int):
-            found.setdefault(index, (index, slots, passes.layer_of(node)))
+        if index is not None and index not in found:
+            slots = size_of(done, str(cache.meta["val"].shape[2]))
+            if slots is not None:
+                found[index] = (index, slots, passes.layer_of(node))
     return list(found.values())
 
 
-def tokens_of(done: Rewritten) -> int | tuple[int, int]:
-    """Tokens per sequence: a number, or where to read it from the arguments."""
+def tokens_of(done: Rewritten) -> Size:
+    """Tokens per sequence of a call."""
     text = done.decision.query_length.value
-    if re.fullmatch(r"\d+", text):
-        return int(text)
+    found = size_of(done, text)
+    if found is None:
+        raise NoLlamaBlockError(f"no input has the {text} tokens of this call", where="runtime")
+    return found
+
+
+def size_of(done: Rewritten, size: str) -> Size | None:
+    """A size in the graph: its number, or where to read it from the arguments; none where no argument has it."""
+    if re.fullmatch(r"\d+", size):
+        return int(size)
     for node in done.gm.graph.nodes:
         value = node.meta.get("val")
         found = done.ctx.by_name.get(node.name) if node.op == "placeholder" else None
-        if found is None or not isinstance(value, Tensor):
+        if found is None:
             continue
-        for dim, size in enumerate(value.shape):
-            if str(size) == text:
-                return found.index, dim
-    raise NoLlamaBlockError(f"no input has the {text} tokens of this call", where="runtime")
+        if isinstance(value, torch.SymInt) and str(value) == size:
+            return found.index, None
+        if isinstance(value, Tensor) and size in map(str, value.shape):
+            return found.index, [str(n) for n in value.shape].index(size)
+    return None

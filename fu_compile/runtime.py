@@ -28,6 +28,18 @@ PROGRESS = 200_000_000
 """Parameters from which packing shows a progress bar: less than that takes a few seconds."""
 
 
+Size = int | tuple[int, int | None]
+"""A size of a call: a number, or (argument index, dimension) of a tensor that has it, dimension none: the argument."""
+
+
+def size(args: Sequence[Any], what: Size) -> int:
+    """The size in this call."""
+    if isinstance(what, int):
+        return what
+    index, dim = what
+    return args[index] if dim is None else args[index].shape[dim]
+
+
 @dataclass
 class Signature:
     """How Dynamo's arguments and results map to those of the rewritten graph."""
@@ -37,10 +49,10 @@ class Signature:
     kv: list[KVSpec]
     packs: list[PackSpec]
     extra_outputs: int
-    limits: list[tuple[int, int, str]]
+    limits: list[tuple[int, Size, str]]
     """(argument index of a cumulative_length, slots of its cache, layer) for every StaticCache that is written."""
-    tokens: int | tuple[int, int]
-    """Tokens per sequence of a call: a number, or (argument index, dimension) of a tensor that has them."""
+    tokens: Size
+    """Tokens per sequence of a call."""
     names: dict[int, str] = field(default_factory=dict)
     """Argument index -> path, for messages."""
 
@@ -172,12 +184,10 @@ class CompiledGraph:
 
     def _lengths(self, args: Sequence[Any]) -> list[tuple[int, int]]:
         """(argument index, length after this call) of every cumulative_length; an overflow is an error here."""
-        tokens = self.signature.tokens
-        if not isinstance(tokens, int):
-            tokens = args[tokens[0]].shape[tokens[1]]
+        tokens = size(args, self.signature.tokens)
         after = []
-        for i, limit, layer in self.signature.limits:
-            length = LENGTHS.read(args[i]) + tokens
+        for i, slots, layer in self.signature.limits:
+            length, limit = LENGTHS.read(args[i]) + tokens, size(args, slots)
             if length > limit:
                 raise CacheLengthError(
                     f"the cache has {limit} slots, {length - tokens} are used and this call needs {tokens} more:"

@@ -6,23 +6,26 @@ Before -> after, decode::
     kv_write_(keys, position, k); kv_write_(values, position, v)
     y = attention(q, keys, values, mask, scale, False)
       ->
-    y = attention_int4(raw, cos, sin, .., keys, values, k_codes, k_scales, v_codes, v_scales, mean, balance, position, ..)
+    y = attention_int4(raw, cos, sin, .., keys, values, k_codes, k_scales, v_codes, v_scales, mean, balance, ..)
 
-and in prefill ``q, k, v = qkv_append(...)`` with ``y = attention_prefill(q, k, v, ...)``. The user's keys and values stay
-true. The store of a cache that exists before the call is four new placeholders; the store of a cache that this graph
-creates (a first prefill) is created beside it and leaves as four new outputs; ``ctx.data["redirect_kv"]`` has a
+and in prefill ``q, k, v = qkv_append(...)`` with ``y = attention_prefill(q, k, v, ...)``. The user's keys and values
+stay true. The store of a cache that exists before the call is four new placeholders; the store of a cache that this
+graph creates (a first prefill) is created beside it and leaves as four new outputs; ``ctx.data["redirect_kv"]`` has a
 ``KVSpec`` for each layer. Preconditions: both writes are StaticCache writes at one position, nothing else reads the
-cache between, its length is static, head_dim is even, and no calibration verdict (``ctx.data["keep_kv"]``) speaks
-against it. Numerics: quant.md decisions 3 and 4.
+cache between, head_dim is even, and no calibration verdict (``ctx.data["keep_kv"]``) speaks against it. The batch and
+the length of the cache may be symbolic: one graph serves caches of every length. Numerics: quant.md decisions 3 and 4.
 """
 
 from __future__ import annotations
+
+import operator
 
 import torch
 from torch import fx
 
 from .. import ops
 from ..caches import KVSpec
+from ..capture import same
 from . import Context, layer_of
 from .linears import is_op
 from .matching import insert, outputs, value
@@ -72,8 +75,8 @@ def _match(ctx: Context, node: fx.Node) -> str | tuple[fx.Node, fx.Node, fx.Node
     if writes[0].args[1] is not writes[1].args[1]:
         return "keys and values are written at different positions"
     shape = writes[0].args[0].meta["val"].shape
-    if not isinstance(shape[2], int) or not isinstance(shape[3], int):
-        return "the cache has a symbolic length"
+    if not isinstance(shape[3], int):
+        return "the cache has a symbolic head_dim"
     created = writes[0].args[0].op != "placeholder"
     if created and any(w.args[0].target is not aten.zeros.default for w in writes):
         return "the cache is neither an input nor made of zeros here"
@@ -81,9 +84,21 @@ def _match(ctx: Context, node: fx.Node) -> str | tuple[fx.Node, fx.Node, fx.Node
         return f"head_dim {shape[3]} is odd"
     if layer_of(node) in ctx.data.get("keep_kv", {}):
         return ctx.data["keep_kv"][layer_of(node)]
-    if causal and _base(k) is k and k.meta["val"].shape[2] != q.meta["val"].shape[2]:
+    if causal and _base(k) is k and not same(k.meta["val"].shape[2], q.meta["val"].shape[2]):
         return "causal attention over a cache longer than the call"
     return rope, writes[0], writes[1]
+
+
+def _pages(gm: fx.GraphModule, keys: fx.Node, length: object) -> object:
+    """Pages of a cache of ``length`` slots: a number, a symbolic size, or the node that computes it before ``keys``."""
+    if not isinstance(length, fx.Node):
+        return (length + ops.PAGE - 1) // ops.PAGE  # type: ignore[operator]
+    for operation, operand in ((operator.add, ops.PAGE - 1), (operator.floordiv, ops.PAGE)):
+        with gm.graph.inserting_before(keys):
+            node = gm.graph.call_function(operation, (length, operand))
+        node.meta = {**keys.meta, "val": operation(value(length), operand)}
+        length = node
+    return length
 
 
 def _zeros(gm: fx.GraphModule, keys: fx.Node, sizes: list, dtype: torch.dtype) -> fx.Node:
@@ -96,18 +111,19 @@ def _zeros(gm: fx.GraphModule, keys: fx.Node, sizes: list, dtype: torch.dtype) -
 def _rewrite(
     gm: fx.GraphModule, ctx: Context, node: fx.Node, rope: fx.Node, write_k: fx.Node, write_v: fx.Node, *, index: int
 ) -> KVSpec:
-    q, _k, _v, mask, scale, causal = node.args
+    _q, _k, _v, mask, scale, causal = node.args
     keys, position, values = write_k.args[0], write_k.args[1], write_v.args[0]
     raw, cos, sin, q_norm, k_norm, eps, *heads = rope.args
     val = keys.meta["val"]
-    batch, kv_heads, length, dim = val.shape
-    pages = -(-length // ops.PAGE)
+    kv_heads, dim = val.shape[1], val.shape[3]
     created = keys.op != "placeholder"
+    batch, _, length, _ = keys.args[0] if created else val.shape
+    pages = _pages(gm, keys, length)
     store = []
     for i, (last, dtype) in enumerate((((dim // 2,), torch.uint8), ((), torch.float16)) * 2):
         shape = (batch, kv_heads, pages, ops.PAGE, *last)
         if created:
-            new = _zeros(gm, keys, [keys.args[0][0], *shape[1:]], dtype)
+            new = _zeros(gm, keys, list(shape), dtype)
         else:
             new = ctx.placeholder(gm, f"kv_{index}_{i}", val, shape, dtype)
         store.append(new)
