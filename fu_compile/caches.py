@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from . import formats, ops
-from .errors import CacheMismatchError
+from .errors import CacheLengthError, CacheMismatchError, through_dynamo
 
 if TYPE_CHECKING:
     from .passes import Context
@@ -159,7 +159,7 @@ COPIES = Copies()
 
 
 class Length:
-    """What the host knows of a ``cumulative_length`` tensor: read from the device only when somebody else changed it."""
+    """What the host knows of a ``cumulative_length`` tensor: read from the device only if others changed it."""
 
     def __init__(self) -> None:
         self._known = torch.utils.weak.WeakTensorKeyDictionary()
@@ -181,31 +181,48 @@ class Length:
 LENGTHS = Length()
 
 
-def mismatch(layer: object, keys: Tensor) -> str | None:
-    """Why ``keys``: [B, Hkv, S, D] cannot be written to an initialised static cache layer, or none."""
-    have = layer.keys  # type: ignore[attr-defined]
-    for what, a, b in (
-        ("batch size", keys.shape[0], have.shape[0]),
-        ("key/value heads", keys.shape[1], have.shape[1]),
-        ("head_dim", keys.shape[3], have.shape[3]),
-        ("dtype", keys.dtype, have.dtype),
-        ("device", keys.device, have.device),
-    ):
-        if a != b:
-            return f"the cache was made for {what} {b}, this call has {a}"
+def mismatch(layer: Any, keys: Tensor) -> tuple[str, Any, Any] | None:
+    """(what, the cache's, this call's) of the first thing in which keys: [B, Hkv, S, D] do not fit a static layer."""
+    if not layer.is_sliding and keys.shape[2] > layer.max_cache_len:
+        return "slots", layer.max_cache_len, keys.shape[2]
+    if layer.is_initialized:
+        have = layer.keys
+        for what, a, b in (
+            ("batch size", have.shape[0], keys.shape[0]),
+            ("key/value heads", have.shape[1], keys.shape[1]),
+            ("head_dim", have.shape[3], keys.shape[3]),
+            ("dtype", have.dtype, keys.dtype),
+            ("device", have.device, keys.device),
+        ):
+            if a != b:
+                return what, a, b
     return None
+
+
+def refuse(where: str, what: str, cache: Any, call: Any) -> None:
+    """Raises the error for a :func:`mismatch`. Dynamo runs this while it traces, so nothing of the call has run yet."""
+    with through_dynamo():
+        if what == "slots":
+            raise CacheLengthError(
+                f"the cache has {cache} slots and this call alone needs {call}: make it at least {call} long",
+                where=where,
+            )
+        raise CacheMismatchError(f"the cache was made for {what} {cache}, this call has {call}", where=where)
 
 
 def guard_static_caches() -> None:
     """Lets transformers' static cache layers refuse, by name and before they write, what does not fit them.
 
     Dynamo meets such a call inside ``StaticLayer.update``, long before a backend sees a graph, and would report it as
-    an internal error of a fake tensor; so the check stands there. Idempotent; correct calls are not changed.
+    an internal error of a fake tensor; so the check stands there. A ``raise`` that Dynamo traces would cut the model
+    into pieces and run those before it, so the error is raised by a function that Dynamo calls instead of tracing it.
+    Idempotent; correct calls are not changed.
     """
     try:
         from transformers import cache_utils
     except ImportError:  # without transformers there is no such cache, and the backend still runs other modules
         return
+    torch._dynamo.assume_constant_result(refuse)
     for cls in (cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer):
         if not getattr(cls.update, "_fu_checked", False):
             cls.update = _checked(cls.update)  # type: ignore[method-assign]
@@ -214,10 +231,9 @@ def guard_static_caches() -> None:
 def _checked(update: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(update)
     def checked(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.is_initialized:
-            reason = mismatch(self, key_states)
-            if reason is not None:
-                raise CacheMismatchError(reason, where=type(self).__name__)
+        found = mismatch(self, key_states)
+        if found is not None:
+            refuse(type(self).__name__, *found)
         return update(self, key_states, value_states, *args, **kwargs)
 
     checked._fu_checked = True  # type: ignore[attr-defined]
