@@ -220,7 +220,8 @@ def describe(captured: Captured, ctx: passes.Context, options: Options, index: i
             report.fused.append((passes.layer_of(node), name, detail.replace("|", " ")))
             if name not in report.lowerings:
                 device = node.meta["val"].device if isinstance(node.meta.get("val"), Tensor) else _device(captured)
-                chosen, passed = lowerings.choose(name, device.type, lowering=options.lowering)
+                operands = fx.map_arg(node.args, lambda n: n.meta.get("val"))
+                chosen, passed = lowerings.choose(name, device.type, *operands, lowering=options.lowering)
                 why = "; ".join(f"{n}: {r}" for n, r in passed) or "first in the table"
                 report.lowerings[name] = (chosen.name, why)
         elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fu_compile.lowerings import reference_attention, reference_block, reference_linear
+from fu_compile.lowerings import cpu_linear, reference_attention, reference_block, reference_linear
 
 from fu_compile import ops
 from fu_compile.errors import LoweringError
 
-NAMES = ("cuda", "triton", "reference")
+NAMES = ("cuda", "triton", "cpu", "reference")
 """Every name a lowering can have, best first."""
 
 
@@ -35,7 +35,7 @@ class Lowering:
     """One way to run one operator."""
 
     name: str
-    """``"reference"``, ``"triton"`` or ``"cuda"``"""
+    """``"reference"``, ``"cpu"``, ``"triton"`` or ``"cuda"``"""
     launch: Callable[..., Any]
     """takes the operator's arguments in schema order"""
     devices: tuple[str, ...] = ()
@@ -51,7 +51,14 @@ class Lowering:
 
 
 TABLE: dict[str, tuple[Lowering, ...]] = {
-    name: (Lowering("reference", launch),)
+    name: (
+        *(
+            [Lowering("cpu", cpu_linear.LAUNCH[name], ("cpu",), cpu_linear.accepts)]
+            if name in cpu_linear.LAUNCH
+            else []
+        ),
+        Lowering("reference", launch),
+    )
     for module in (reference_block, reference_linear, reference_attention)
     for name, launch in module.LAUNCH.items()
 }
@@ -111,14 +118,19 @@ def choose(op: str, device_type: str, *args: Any, lowering: str = "auto") -> tup
 
 def _implementation(name: str) -> Callable[..., Any]:
     """The registered kernel: straight to the only lowering where there is one, through :func:`choose` otherwise."""
-    sole = TABLE[name][0] if len(TABLE[name]) == 1 and TABLE[name][0].accepts is _anything else None
-    direct = sole.launch if sole is not None and not sole.devices else None
+    candidates = TABLE[name]
+    sole = candidates[0].launch if len(candidates) == 1 and not candidates[0].devices else None
 
-    @functools.wraps(TABLE[name][-1].launch)
+    @functools.wraps(candidates[-1].launch)
     def run(*args: Any) -> Any:
         asked = _asked.get()
-        if direct is not None and (asked == "auto" or asked == sole.name):  # type: ignore[union-attr]
-            return direct(*args)
+        if asked == "auto":
+            if sole is not None and candidates[0].accepts is _anything:
+                return sole(*args)
+            device = next(a for a in args if isinstance(a, torch.Tensor)).device.type
+            for candidate in candidates:
+                if (not candidate.devices or device in candidate.devices) and candidate.accepts(*args) is None:
+                    return candidate.launch(*args)
         first = next(a for a in args if isinstance(a, torch.Tensor))
         return choose(name, first.device.type, *args, lowering=asked)[0].launch(*args)
 

@@ -29,16 +29,36 @@ def qkv_rope(
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """qkv: [B, S, (Hq + 2 Hkv) * D], cos and sin: [1 or B, S, R] -> q: [B, Hq, S, D], k, v: [B, Hkv, S, D]."""
+    q, k, v = _heads(qkv, cos, sin, q_norm, k_norm, eps, q_heads, kv_heads, head_dim)
+    # Outputs of an operator must not share memory, so k and v are copied even where they already are contiguous.
+    own = torch.contiguous_format
+    return (
+        q.to(qkv.dtype).contiguous(),
+        k.to(qkv.dtype, copy=True, memory_format=own),
+        v.clone(memory_format=own),
+    )
+
+
+def _heads(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The heads of ``qkv``, normed and turned: q and k in float32, v as it is (a view)."""
     b, s, _ = qkv.shape
     heads = qkv.view(b, s, q_heads + 2 * kv_heads, head_dim).transpose(1, 2)
     qk = heads[:, : q_heads + kv_heads].to(torch.float32)  # turned together: they stand side by side
     if q_norm is not None or k_norm is not None:
         parts = qk.split((q_heads, kv_heads), 1)
         qk = torch.cat([_normed(x, gain, eps) for x, gain in zip(parts, (q_norm, k_norm), strict=True)], 1)
-    q, k = rotate(qk, cos.to(torch.float32), sin.to(torch.float32)).to(qkv.dtype).split((q_heads, kv_heads), 1)
-    # Outputs of an operator must not share memory, so k and v are copied even where they already are contiguous.
-    own = torch.contiguous_format
-    return q.contiguous(), k.clone(memory_format=own), heads[:, q_heads + kv_heads :].clone(memory_format=own)
+    q, k = rotate(qk, cos.to(torch.float32), sin.to(torch.float32)).split((q_heads, kv_heads), 1)
+    return q, k, heads[:, q_heads + kv_heads :]
 
 
 def _normed(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
@@ -122,11 +142,33 @@ def attention_int4(
     head_dim: int,
 ) -> Tensor:
     """qkv_append and attention in one: -> [B, S, Hq*D] in the dtype of qkv."""
-    store = (k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
-    q, k, v = qkv_append(
-        qkv, cos, sin, q_norm, k_norm, eps, keys, values, *store, position, q_heads, kv_heads, head_dim
-    )  # fmt: skip
-    return attention_prefill(q, k, v, keys, values, *store, position, mask, scale, False)
+    first, live = _span(position, keys)
+    _check_store(keys, k_codes, qkv.shape[0])
+    q, k, v = _heads(qkv, cos, sin, q_norm, k_norm, eps, q_heads, kv_heads, head_dim)
+    keys[:, :, first:live].copy_(k)
+    values[:, :, first:live].copy_(v)
+    store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
+    append(store, keys, values, first // PAGE, live // PAGE)
+    y = _over_cache(q, keys, values, store, position, mask, scale, first, live)
+    return merge_heads(y.to(qkv.dtype))
+
+
+def _over_cache(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    store: Store,
+    position: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    first: int,
+    live: int,
+) -> Tensor:
+    """Attention of q: [B, Hq, S, D] f32 over the cache, -> the same shape."""
+    k, v, finite = seen(store, keys, values, first // PAGE, live, check=mask is not None)
+    if mask is None and live - first > 1:
+        mask = torch.arange(live, device=q.device) <= position[:, None]
+    return _attend(q, k, v, mask, scale, live, causal=False, finite=finite)
 
 
 def attention_prefill(
@@ -152,16 +194,13 @@ def attention_prefill(
     cache: pages that were complete before position[0] as they decode, the rest exactly; without a mask, query i sees
     the slots 0 .. position[i].
     """
-    s = q.shape[2]
+    q32 = q.to(torch.float32)
     if fresh:
-        keys, values, finite, live = k.to(torch.float32), v.to(torch.float32), False, s
+        y = _attend(q32, k.to(torch.float32), v.to(torch.float32), mask, scale, q.shape[2], causal=True, finite=False)
     else:
         first, live = _span(position, keys)
         store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
-        keys, values, finite = seen(store, keys, values, first // PAGE, live, check=mask is not None)
-        if mask is None and s > 1:
-            mask = torch.arange(live, device=q.device) <= position[:, None]
-    y = _attend(q.to(torch.float32), keys, values, mask, scale, live, causal=fresh, finite=finite)
+        y = _over_cache(q32, keys, values, store, position, mask, scale, first, live)
     return merge_heads(y.to(q.dtype))
 
 
@@ -175,18 +214,19 @@ def _attend(
     if mask is None:
         return sdpa(q, k, v, None, scale, causal)
     mask = mask[(None,) * (4 - mask.dim())][..., :live]
-    if mask.dtype == torch.bool:
-        blind = ~mask.any(-1, keepdim=True)
-    else:
+    if mask.dtype != torch.bool:
         mask = mask.to(torch.float32)
-        blind = mask.amax(-1, keepdim=True) == float("-inf")
     if not finite:
         # A slot that no query of its sequence may see must not reach the result: its weight is 0, but 0 * NaN is NaN.
         visible = mask if mask.dtype == torch.bool else mask > _HIDDEN
         used = visible.any(2).any(1)[:, None, :, None]
         k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
+    y = sdpa(q, k, v, mask, scale)
+    if y.device.type == "cpu":
+        return y
     # A query that may see nothing gives zeros: the CPU kernels do that by themselves, others have given NaN.
-    return sdpa(q, k, v, mask, scale).masked_fill(blind, 0.0)
+    sees = mask if mask.dtype == torch.bool else mask > float("-inf")
+    return y.masked_fill(~sees.any(-1, keepdim=True), 0.0)
 
 
 def kv_append_(

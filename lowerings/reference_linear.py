@@ -25,19 +25,19 @@ _EPILOGUES = {
 }  # every ordered sub-sequence
 
 
-def _steps(prologue: str, epilogue: str) -> tuple[bool, frozenset[str]]:
+def steps_of(prologue: str, epilogue: str) -> tuple[bool, frozenset[str]]:
     """(rms?, names in the epilogue); FormatError for a spelling that ops.py does not allow."""
     if prologue not in _PROLOGUES or epilogue not in _EPILOGUES:
         raise FormatError(f"prologue {prologue!r} with epilogue {epilogue!r} is not spelled as fu_compile.ops says")
     return prologue == "rms", _EPILOGUES[epilogue]
 
 
-def _rstd(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last dimension: [..., K] f32 -> [..., 1] f32."""
-    return torch.rsqrt((x * x).mean(-1, keepdim=True).add_(eps))
+def normalized(x: Tensor, eps: float) -> Tensor:
+    """The ``rms`` prologue: x / sqrt(mean(x^2) + eps), [..., K] f32 -> the same."""
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True).add_(eps))
 
 
-def _finish(y: Tensor, steps: frozenset[str], bias: Tensor | None, residual: Tensor | None, scale: float) -> Tensor:
+def finish(y: Tensor, steps: frozenset[str], bias: Tensor | None, residual: Tensor | None, scale: float) -> Tensor:
     """The epilogue in float32; y: [..., N] f32, owned by the caller."""
     if "bias" in steps:
         y = y.add_(_operand(bias, "bias"))
@@ -67,7 +67,7 @@ def linear_exact(
     epilogue: str,
 ) -> Tensor:
     """Eager's own steps and roundings: rms_norm with its gain, one linear for each weight, SwiGLU, residual."""
-    rms, steps = _steps(prologue, epilogue)
+    rms, steps = steps_of(prologue, epilogue)
     x = rms_norm(x, norm, eps) if rms else x
     if "bias" in steps and len(biases) != len(weights):
         raise FormatError(f"{len(weights)} weights with {len(biases)} biases")
@@ -91,11 +91,11 @@ def _linear(
     epilogue: str,
 ) -> Tensor:
     """The quantised reference for a dense float32 weight [N, K]."""
-    rms, steps = _steps(prologue, epilogue)
+    rms, steps = steps_of(prologue, epilogue)
     x32 = x.to(torch.float32)
     if rms:
-        x32 = x32 * _rstd(x32, eps)
-    return _finish(F.linear(x32, weight), steps, bias, residual, scale).to(x.dtype)
+        x32 = normalized(x32, eps)
+    return finish(F.linear(x32, weight), steps, bias, residual, scale).to(x.dtype)
 
 
 def linear_bf16(
@@ -162,12 +162,12 @@ def linear_fp8(
     token (quant.md: the sink) push every other row into e4m3's subnormals: relative output error 0.19 against 0.037
     with a sink 3000 times the rest.
     """
-    rms, steps = _steps(prologue, epilogue)
+    rms, steps = steps_of(prologue, epilogue)
     full = dense(weight, (weight.shape, weight.storage_offset()), lambda: weight.detach().to(torch.float32))
     x32 = x.to(torch.float32)
-    codes, step = formats.fp8_quantize(x32 * _rstd(x32, eps) if rms else x32, act, scaling)
+    codes, step = formats.fp8_quantize(normalized(x32, eps) if rms else x32, act, scaling)
     y = F.linear(codes.to(torch.float32).mul_(step), full).mul_(weight_scale)
-    return _finish(y, steps, bias, residual, scale).to(x.dtype)
+    return finish(y, steps, bias, residual, scale).to(x.dtype)
 
 
 LAUNCH = {

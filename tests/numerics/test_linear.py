@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from fu_compile.lowerings import dense, reference_linear
+from fu_compile.lowerings import choose, dense, reference_linear, using
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +21,9 @@ EPS, SCALE = 1e-5, 0.22
 
 
 @pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
+def specification():
+    """The operators' meaning, whatever faster lowering there is."""
+    with torch.no_grad(), using("reference"):
         yield
 
 
@@ -254,3 +255,40 @@ def test_dense_memo():
         assert len(made) == 4
     finally:
         reference_linear.dense_int4 = original
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("prologue", ["", "rms"])
+@pytest.mark.parametrize("kind", ["int4", "fp8", "bf16"])
+def test_the_cpu_lowering_stays_within_the_roundings_it_adds(kind, prologue, epilogue):
+    """bfloat16 on a CPU: one rounding more for each weight and input, one for the product before the epilogue."""
+    n, k = 44, 300
+    w = torch.randn(n, k) / k**0.5
+    x, bias, residual = operands(n, k, epilogue, torch.bfloat16, tokens=(4, 5))
+    tail = (bias, residual, EPS, SCALE, prologue, epilogue)
+    if kind == "int4":
+        packed, _ = pack(w, 64, "sym8", "swiglu" in epilogue)
+        args = (x, packed, n, k, 64, *tail)
+    elif kind == "fp8":
+        args = (x, *f.quantize_fp8(w), f.fp8_state(), *tail, "dynamic")
+    else:
+        args = (x, w.bfloat16(), *tail)
+    call = getattr(fu, f"linear_{kind}")
+    expected = call(*args)
+    with using("cpu"):
+        y = call(*args)
+    assert y.dtype == torch.bfloat16
+    # Three roundings of at most 2^-9 of a unit-variance product, and the output's own 2^-9 on either side, in the
+    # root mean square: 2^-9 * sqrt(3 + 2) / sqrt(3); the largest element of 900 may be five times that.
+    unit = 2.0**-9 * (5 / 3) ** 0.5
+    error = (y.double() - expected.double()).abs() / (1 + expected.double().abs())
+    assert error.pow(2).mean().sqrt() < 2 * unit
+    assert error.max() < 10 * unit
+
+
+def test_the_cpu_lowering_is_for_bfloat16_on_a_cpu():
+    packed, _ = pack(torch.randn(16, 128), 128, "sym8", False)
+    tail = (16, 128, 128, None, None, EPS, 1.0, "", "")
+    for dtype, name in ((torch.bfloat16, "cpu"), (torch.float32, "reference"), (torch.float16, "reference")):
+        assert choose("linear_int4", "cpu", torch.randn(1, 128, dtype=dtype), packed, *tail)[0].name == name
+    assert choose("linear_int4", "cuda", torch.randn(1, 128, dtype=torch.bfloat16), packed, *tail)[0].name != "cpu"
