@@ -180,21 +180,20 @@ def check_dtypes(captured: Captured) -> None:
 
 
 def keep_kv(captured: Captured, example_inputs: Sequence[Any]) -> dict[str, str]:
-    """Layers whose keys INT4 would ruin before calibration, with the measured reason (B24: large k_proj biases)."""
-    from .weights import key_bias_risk
+    """Layers whose keys INT4 would ruin before calibration, with the measured reason (B24: one channel above all)."""
+    from .weights import key_risk
 
     kept = {}
-    by_path = {i.path: i for i in captured.inputs}
-    for path, bias in by_path.items():
-        layer = path.removesuffix(".k_proj.bias")
-        weight = by_path.get(f"{layer}.k_proj.weight")
-        if layer == path or weight is None:
+    parameters = {i.name: example_inputs[i.index] for i in captured.inputs if i.kind == "parameter"}
+    for node in captured.gm.graph.nodes:
+        if ops.name_of(node.target) != "qkv":
             continue
-        b, w = example_inputs[bias.index], example_inputs[weight.index]
-        if isinstance(b, Tensor) and isinstance(w, Tensor) and not b.is_meta:
-            reason = key_bias_risk(w, b)
+        weights, biases = ([parameters.get(n.name) for n in nodes] for nodes in node.args[1:3])
+        norm = None if node.args[4] is None else parameters.get(node.args[4].name)
+        if all(isinstance(t, Tensor) for t in (*weights, *biases)):
+            reason = key_risk(weights, biases, norm, node.args[-3:])
             if reason:
-                kept[layer] = reason
+                kept[passes.layer_of(node).rpartition(".")[0]] = reason
     return kept
 
 

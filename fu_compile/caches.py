@@ -38,7 +38,9 @@ class KVSpec:
     """The cache is made by this very graph (a first prefill)."""
     weights: tuple[int, ...]
     biases: tuple[int, ...]
-    """q/k/v projection in Dynamo's arguments, for the key tables; empty biases: plain tables."""
+    """q/k/v projection in Dynamo's arguments, for the key tables; empty where it is computed in the graph."""
+    key_norm: int | None
+    """Gain of the norm over the keys in Dynamo's arguments (Qwen3)."""
     inv_freq: int | None
     heads: tuple[int, int, int]
     """Query heads, key/value heads, head_dim."""
@@ -49,7 +51,7 @@ class KVSpec:
     ) -> KVSpec:
         """The spec of a layer whose cache nodes, positions and ``qkv_rope`` node these are."""
         raw = rope.args[0]
-        weights, biases = raw.args[1], raw.args[2]
+        weights, biases, k_norm = raw.args[1], raw.args[2], rope.args[4]
         known = all(ctx.is_parameter(p) for p in (*weights, *biases))
         if created:
             output = next(n for n in reversed(keys.graph.nodes) if n.op == "output").args[0]
@@ -63,8 +65,9 @@ class KVSpec:
             values=where[1],
             length=length_input(ctx, position),
             created=created,
-            weights=tuple(ctx.index(w) for w in weights) if known and biases else (),
+            weights=tuple(ctx.index(w) for w in weights) if known else (),
             biases=tuple(ctx.index(b) for b in biases) if known else (),
+            key_norm=ctx.index(k_norm) if k_norm is not None and ctx.is_parameter(k_norm) else None,
             inv_freq=inv_freq,
             heads=tuple(rope.args[-3:]),
         )
@@ -118,7 +121,10 @@ class Copy:
 
     def seen(self, keys: Tensor, values: Tensor) -> None:
         """Takes the pair as it is now for ours."""
-        self.versions = (version(keys), version(values))
+        self.versions = (
+            None if keys.is_inference() else keys._version,
+            None if values.is_inference() else values._version,
+        )
 
     def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Imports the finished pages of the first ``length`` tokens from the user's tensors."""
@@ -156,29 +162,6 @@ class Copies:
 
 
 COPIES = Copies()
-
-
-class Length:
-    """What the host knows of a ``cumulative_length`` tensor: read from the device only if others changed it."""
-
-    def __init__(self) -> None:
-        self._known = torch.utils.weak.WeakTensorKeyDictionary()
-
-    def read(self, t: Tensor) -> int:
-        """The value of the 0-dim int64 tensor ``t``; a device read only when its version is not the one we left."""
-        known = self._known.get(t)
-        if known is not None and known[0] == version(t):
-            return known[1]
-        return int(t)
-
-    def wrote(self, t: Tensor, value: int) -> None:
-        """Records that a graph of ours left ``value`` in ``t``."""
-        v = version(t)
-        if v is not None:
-            self._known[t] = (v, value)
-
-
-LENGTHS = Length()
 
 
 def mismatch(layer: Any, keys: Tensor) -> tuple[str, Any, Any] | None:

@@ -7,6 +7,7 @@ comparison fails: packing, importing a cache, reading a length from the device.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,11 +19,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from . import formats
-from .caches import COPIES, LENGTHS, Copy, KVSpec, version
-from .errors import CacheLengthError, MetaParameterError
+from .caches import COPIES, Copy, KVSpec, version
+from .errors import CacheLengthError, MetaParameterError, WeightsChangedError
 from .lowerings.dense import dense_bytes
 from .report import GraphReport
-from .weights import STORE, PackSpec, Sample, key_tables
+from .weights import STORE, PackSpec, Sample, key_risk, key_tables
 
 PROGRESS = 200_000_000
 """Parameters from which packing shows a progress bar: less than that takes a few seconds."""
@@ -60,7 +61,7 @@ class Signature:
 class Binding:
     """The packed constants for one set of parameter objects."""
 
-    __slots__ = ("checks", "constants", "sample", "tables", "uncounted")
+    __slots__ = ("_refs", "constants", "ids", "pick", "sample", "tables", "uncounted", "versions")
 
     def __init__(self, signature: Signature, args: Sequence[Any]) -> None:
         sources = sorted({i for spec in signature.packs for i in spec.sources})
@@ -84,17 +85,44 @@ class Binding:
                 self.constants += STORE.get(key, found, lambda spec=spec, found=found: spec.pack(found))  # type: ignore[misc]
                 bar.update(spec.n * spec.k)
         self.tables = [_tables(spec, args) for spec in signature.kv]
-        self.checks = [(i, weakref.ref(args[i]), version(args[i])) for i in sources]
-        self.sample = Sample([args[i] for i in sources])
-        self.uncounted = any(v is None for _, _, v in self.checks)
+        # With two indices at least itemgetter gives a tuple; nothing packed: nothing to compare.
+        self.pick = operator.itemgetter(*sources, *sources[:1]) if sources else tuple
+        found = self.pick(args) if sources else ()
+        self.ids = tuple(map(id, found))
+        self.uncounted = any(t.is_inference() for t in found)
+        self.versions = [0 if self.uncounted else t._version for t in found]
+        self._refs = [weakref.ref(t, self._died) for t in found]
+        self.sample = Sample(found)
+
+    def _died(self, _: object) -> None:
+        self.ids = (0,)  # an id may be given to another tensor now
+
+    def current(self, args: Sequence[Any]) -> bool:
+        """Whether these are the parameters that were packed, and PyTorch has counted no write to them since."""
+        found = self.pick(args)
+        if tuple(map(id, found)) != self.ids:
+            return False
+        return self.uncounted or [t._version for t in found] == self.versions
 
 
 def _tables(spec: KVSpec, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
     sources = [args[i] for i in (*spec.weights, *spec.biases)]
-    if not sources:
+    norm = None if spec.key_norm is None else args[spec.key_norm]
+    reason = key_risk(sources[: len(spec.weights)], sources[len(spec.weights) :], norm, spec.heads)
+    if reason:  # the graph was made for other weights, of this model or of another of its kind
+        raise WeightsChangedError(
+            f"{reason}; the compiled graph does not",
+            where=spec.layer,
+            advice="Call torch._dynamo.reset() and run again.",
+        )
+    if not spec.biases:
         return key_tables(spec, (), None)
     inv_freq = None if spec.inv_freq is None else args[spec.inv_freq]
     return STORE.get(("tables", spec.heads), sources, lambda: key_tables(spec, sources, inv_freq))  # type: ignore[return-value]
+
+
+def _none() -> None:
+    return None
 
 
 class CompiledGraph:
@@ -109,6 +137,8 @@ class CompiledGraph:
         self.counters = counters
         self._bindings: dict[int, Binding] = {}
         self._copies: weakref.WeakSet[Copy] = weakref.WeakSet()
+        self._last: list[Callable[[], Copy | None]] = [_none] * len(signature.kv)  # weak: a store dies with its cache
+        self._left: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._anchor = signature.packs[0].weights[0] if signature.packs else None
         self._phase = f"{graph.phase}_calls"
         self._prefill = graph.phase != "decode"
@@ -127,7 +157,9 @@ class CompiledGraph:
                 copies = self._caches(args, binding, lengths[0][1] if lengths else None, extras)
         out = self.inner(*[args[i] for i in signature.keep], *extras, *constants)
         for i, value in lengths:
-            LENGTHS.wrote(args[i], value)
+            t = args[i]
+            if not t.is_inference():
+                self._left[i] = (weakref.ref(t), t._version, value)
         if copies:
             out = self._seen(args, out, copies, binding)
         counters = self.counters
@@ -160,16 +192,10 @@ class CompiledGraph:
         """The constants for these arguments, packed now if the parameters are new or have changed."""
         anchor = id(args[self._anchor]) if self._anchor is not None else 0
         binding = self._bindings.get(anchor)
-        if binding is not None:
-            for i, ref, v in binding.checks:
-                a = args[i]
-                if ref() is not a or (v is not None and a._version != v):
-                    binding = None
-                    break
-            else:
-                if not ((self._prefill or binding.uncounted) and binding.sample.changed()):
-                    return binding
-                STORE.drop([args[i] for i, _, _ in binding.checks])
+        if binding is not None and binding.current(args):
+            if not ((self._prefill or binding.uncounted) and binding.sample.changed()):
+                return binding
+            STORE.drop(binding.pick(args))
         packs, repacks = STORE.packs, STORE.repacks
         self._bindings.pop(anchor, None)  # its constants may be freed before new ones are made
         del binding
@@ -187,7 +213,7 @@ class CompiledGraph:
         tokens = size(args, self.signature.tokens)
         after = []
         for i, slots, layer in self.signature.limits:
-            length, limit = LENGTHS.read(args[i]) + tokens, size(args, slots)
+            length, limit = self._length(args, i) + tokens, size(args, slots)
             if length > limit:
                 raise CacheLengthError(
                     f"the cache has {limit} slots, {length - tokens} are used and this call needs {tokens} more:"
@@ -197,21 +223,33 @@ class CompiledGraph:
             after.append((i, length))
         return after
 
+    def _length(self, args: Sequence[Any], i: int) -> int:
+        """The cumulative_length at argument ``i``: read from the device only when somebody else changed it."""
+        t, left = args[i], self._left.get(i)
+        if left is not None and left[0]() is t and left[1] == t._version:
+            return left[2]
+        return int(t)
+
     def _caches(self, args: Sequence[Any], binding: Binding, after: int | None, extras: list[Any]) -> list[Copy | None]:
         """Appends the store and the tables of every layer to ``extras``, importing what is new or was changed."""
         copies: list[Copy | None] = []
-        for spec, tables in zip(self.signature.kv, binding.tables, strict=True):
+        last = self._last
+        for n, (spec, tables) in enumerate(zip(self.signature.kv, binding.tables, strict=True)):
             if spec.created:
                 copies.append(None)
                 extras += tables
                 continue
             keys, values = args[spec.keys], args[spec.values]
-            copy = COPIES.find(keys, values)
+            copy = last[n]()
+            if copy is None or not copy.current(keys, values):
+                copy = COPIES.find(keys, values)
+                last[n] = _none if copy is None else weakref.ref(copy)
             if copy is None or not copy.current(keys, values):
                 known = copy is not None
                 tables = tuple(t.to(keys.device) for t in tables)  # type: ignore[assignment]
                 copy = COPIES.attach(keys, values, tables, copy.store if known else None)  # type: ignore[union-attr]
                 used = self._used(args, spec, after)
+                last[n] = weakref.ref(copy)
                 self._copies.add(copy)
                 copy.fill(keys, values, used)
                 if used:
@@ -224,7 +262,7 @@ class CompiledGraph:
     def _used(self, args: Sequence[Any], spec: KVSpec, after: int | None) -> int:
         """Tokens in the cache before this call; the whole cache where the graph does not say."""
         if spec.length is not None:
-            return LENGTHS.read(args[spec.length])
+            return self._length(args, spec.length)
         return args[spec.keys].shape[2]
 
     def _seen(
