@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from . import formats
-from .caches import COPIES, Copy, KVSpec, version
+from .caches import COPIES, Copy, KVSpec
 from .errors import CacheLengthError, MetaParameterError, WeightsChangedError
 from .lowerings.dense import dense_bytes
 from .report import GraphReport
@@ -85,14 +85,14 @@ class Binding:
                 self.constants += STORE.get(key, found, lambda spec=spec, found=found: spec.pack(found))  # type: ignore[misc]
                 bar.update(spec.n * spec.k)
         self.tables = [_tables(spec, args) for spec in signature.kv]
-        # With two indices at least itemgetter gives a tuple; nothing packed: nothing to compare.
-        self.pick = operator.itemgetter(*sources, *sources[:1]) if sources else tuple
-        found = self.pick(args) if sources else ()
-        self.ids = tuple(map(id, found))
-        self.uncounted = any(t.is_inference() for t in found)
-        self.versions = [0 if self.uncounted else t._version for t in found]
-        self._refs = [weakref.ref(t, self._died) for t in found]
-        self.sample = Sample(found)
+        # With two indices at least itemgetter gives a tuple.
+        self.pick = operator.itemgetter(*sources, *sources[:1]) if sources else _no_sources
+        packed = self.pick(args)
+        self.ids = tuple(map(id, packed))
+        self.uncounted = any(t.is_inference() for t in packed)
+        self.versions = [0 if self.uncounted else t._version for t in packed]
+        self._refs = [weakref.ref(t, self._died) for t in packed]
+        self.sample = Sample(packed)
 
     def _died(self, _: object) -> None:
         self.ids = (0,)  # an id may be given to another tensor now
@@ -123,6 +123,10 @@ def _tables(spec: KVSpec, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
 
 def _none() -> None:
     return None
+
+
+def _no_sources(args: Sequence[Any]) -> tuple[Any, ...]:
+    return ()
 
 
 class CompiledGraph:
@@ -225,7 +229,8 @@ class CompiledGraph:
 
     def _length(self, args: Sequence[Any], i: int) -> int:
         """The cumulative_length at argument ``i``: read from the device only when somebody else changed it."""
-        t, left = args[i], self._left.get(i)
+        t: Tensor = args[i]
+        left = self._left.get(i)
         if left is not None and left[0]() is t and left[1] == t._version:
             return left[2]
         return int(t)

@@ -1,9 +1,9 @@
 """CPU, bfloat16 activations: the projections on weights that are dequantised once to bfloat16.
 
 The reference multiplies float32 weights, twice the bytes of the model's own: measured on SmolLM2 at batch 1 it decodes
-at 0.67 of eager's speed in bfloat16. Here a weight is rounded once more (2^-9 relative) and the product once before the
-epilogue, as in the uncompiled model; both are below the step of the 4 or 8 bits they stand for. ``lowering="reference"``
-keeps the specification's arithmetic. e4m3 codes and power-of-two steps are exact in bfloat16.
+at 0.67 of eager's speed in bfloat16. Here a weight is rounded once more (2^-9 relative) and the product once before
+the epilogue, as in the uncompiled model; both are below the step of the 4 or 8 bits they stand for.
+``lowering="reference"`` keeps the specification's arithmetic. e4m3 codes and power-of-two steps are exact in bfloat16.
 """
 
 from __future__ import annotations
