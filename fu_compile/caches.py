@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from . import formats, ops
 from .errors import CacheLengthError, CacheMismatchError, through_dynamo
@@ -167,18 +168,17 @@ COPIES = Copies()
 def mismatch(layer: Any, keys: Tensor) -> tuple[str, Any, Any] | None:
     """(what, the cache's, this call's) of the first thing in which keys: [B, Hkv, S, D] do not fit a static layer."""
     if not layer.is_sliding and keys.shape[2] > layer.max_cache_len:
-        return "slots", layer.max_cache_len, keys.shape[2]
-    if layer.is_initialized:
-        have = layer.keys
-        for what, a, b in (
-            ("batch size", have.shape[0], keys.shape[0]),
-            ("key/value heads", have.shape[1], keys.shape[1]),
-            ("head_dim", have.shape[3], keys.shape[3]),
-            ("dtype", have.dtype, keys.dtype),
-            ("device", have.device, keys.device),
-        ):
-            if a != b:
-                return what, a, b
+        return "slots", guard_scalar(layer.max_cache_len), guard_scalar(keys.shape[2])
+    if not layer.is_initialized:
+        return None
+    have = layer.keys
+    for what, dim in (("batch size", 0), ("key/value heads", 1), ("head_dim", 3)):
+        if have.shape[dim] != keys.shape[dim]:
+            # A symbolic size becomes the number that it is in this call: the call is refused anyway.
+            return what, guard_scalar(have.shape[dim]), guard_scalar(keys.shape[dim])
+    for what, a, b in (("dtype", have.dtype, keys.dtype), ("device", have.device, keys.device)):
+        if a != b:
+            return what, a, b
     return None
 
 
