@@ -94,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         answer, speed = chat(model, tokenizer, args.prompt, args.tokens, "futransformer", not args.quiet)
         report = fu_compile.report(model)
     console.rule("chat, through the backend: FP8 prefill, INT4 decode, INT4 key/value cache")
-    console.print(f"user:      {args.prompt}\nassistant: {answer}", markup=False, highlight=False)
-    console.print(f"\n{speed:.1f} tokens/s (uncompiled {eager:.1f}), {model.device.type}, {model.dtype}, batch 1")
+    print(f"user:      {args.prompt}\nassistant: {answer}")
+    print(f"\n{speed:.1f} tokens/s (uncompiled {eager:.1f}), {model.device.type}, {model.dtype}, batch 1")
     console.rule("report")
     print(report)
 
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     except DataError as error:
         # The text is not part of the repository: a stranger without it still gets the rest of the demo, and the reason.
-        console.print(str(error), markup=False, style="yellow")
+        print(error)
         return
     console.print(result.table())
     if args.json:
