@@ -254,9 +254,9 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
         refuse(example_inputs)
         done = rewrite(gm, example_inputs, options, len(record.graphs))
     except FuError as error:
-        if options.strict or isinstance(error, (LoweringError, MetaParameterError)):
-            raise
-        if parameters:  # glue between graph breaks has no parameters and is nobody's disappointment
+        if not (isinstance(error, NoLlamaBlockError) and around_layers(gm, example_inputs)):
+            if options.strict or isinstance(error, (LoweringError, MetaParameterError)):
+                raise
             leave(record, error)
         return compile_rest(gm, example_inputs, options, record)
     start = time.perf_counter()
@@ -309,6 +309,19 @@ def refuse(example_inputs: Sequence[Any]) -> None:
             raise GradientError("gradients are enabled and the model's parameters require them")
         if isinstance(x, torch.nn.Parameter) and x.is_meta:
             raise MetaParameterError("a parameter is on the meta device: it has a shape and no values")
+
+
+_AROUND = re.compile(r"_modules_(embed_tokens|wte|norm|lm_head)_parameters_")
+
+
+def around_layers(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether a graph has no parameters but those around the decoder layers: the embedding, the last norm, the head.
+
+    Dynamo hands over such pieces where it has to cut a model (dynamic RoPE, output_hidden_states): they are exact, and
+    nobody's disappointment.
+    """
+    inputs = zip((n for n in gm.graph.nodes if n.op == "placeholder"), example_inputs, strict=False)
+    return all(_AROUND.search(str(n.target)) for n, x in inputs if isinstance(x, torch.nn.Parameter))
 
 
 def leave(record: ModelReport, error: FuError) -> None:
