@@ -45,18 +45,18 @@ FU_HD constexpr long long int4_tile_offset(long long row, long long col, long lo
 
 // Nibble inside the tile of weight (r, c), r < 16, c < 128: byte = nibble / 2, the low half first.
 // lane = 4 (r % 8) + (c % 32) / 8 owns it in step 2 (c / 32) + (c % 8) / 4; vector = step / 4; in the 32-bit word of a
-// step the low halves of the four fragment registers are nibbles 0..3 and the high halves (odd columns) nibbles 4..7.
+// step the low halves of fragment registers 0, 2, 1, 3 are nibbles 0..3 and the high halves (odd columns) nibbles 4..7.
 FU_HD constexpr int int4_nibble(int r, int c) {
     const int lane = (r % 8) * 4 + (c % 32) / 8;
     const int step = (c / 32) * 2 + (c % 8) / 4;
     const int word = (step / 4) * (kVectorBytes / 4) + lane * 4 + step % 4;
-    return word * 8 + (c % 2) * 4 + ((c % 4) / 2) * 2 + r / 8;
+    return word * 8 + (c % 2) * 4 + (r / 8) * 2 + (c % 4) / 2;
 }
 
 // Place of row r among the 16 scales (and zeros) of a group: rows g and g + 8, which one lane needs, side by side.
 FU_HD constexpr int int4_row(int r) { return (r % 8) * 2 + r / 8; }
 
-// Byte inside the tile of the f16 scale, and of the u8 zero, of row r and column c.
+// Byte inside the tile of the f16 scale, and of the u8 zero (stored times 8), of row r and column c.
 FU_HD constexpr int int4_scale(int r, int c, int group) {
     return kNibbleBytes + ((c / group) * kTileN + int4_row(r)) * 2;
 }

@@ -200,17 +200,19 @@ def pack_int4(q: Int4Codes) -> Tensor:
     ::
 
         packed     strip 0 (rows 0..15):  tile 0 (columns 0..127) | tile 1 | ...   then strip 1, ...
-        tile       1024 B codes | 128/group x 16 f16 scales | 128/group x 16 u8 zeros
+        tile       1024 B codes | 128/group x 16 f16 scales | 128/group x 16 u8 zeros, times 8
         codes      512 B: vector 0 of lanes 0..31 (16 B each) | 512 B: vector 1 of lanes 0..31
         vector v   four 32-bit words: the A fragments of steps 4v .. 4v+3; steps 2c and 2c+1 cover columns 32c .. 32c+31
         word       bits 31      28      24      20      16      12       8       4       0
-                      |   a7   |   a5   |   a3   |   a1   |   a6   |   a4   |   a2   |   a0   |
+                      |   a7   |   a3   |   a5   |   a1   |   a6   |   a2   |   a4   |   a0   |
 
         lane l = 4g + t     a0 a1: row g,     columns b, b+1            a4 a5: row g,     columns b+2, b+3
         b = 32c + 8t + 4j   a2 a3: row g + 8, columns b, b+1            a6 a7: row g + 8, columns b+2, b+3
         scales, zeros       of rows 0, 8, 1, 9, ... 7, 15 (what one lane needs stands together), group after group
+        zero                8 z: the low byte of 128 + z in float16
 
-    ``(word >> 4 i) & 0x000f000f`` is register i of the fragment: nibble i its low half, nibble i + 4 its high half.
+    Nibbles i and i + 4 are the halves of fragment register 0, 2, 1, 3 for i = 0, 1, 2, 3: a mask alone leaves registers
+    0 and 2 (times 16) of ``word``, 1 and 3 of ``word >> 8``, as subnormal 16-bit floats (csrc/int4.cuh).
     The columns of step 2c + j are chosen so that the other operand of a lane (one token, steps 2c and 2c+1) is 16
     contiguous bytes of 16-bit activations: 32c + 8t .. 32c + 8t + 7. Any order will do, as long as both agree.
     Rows and columns are padded to whole tiles; padding decodes to 0 (inside a ragged group its code is the zero point,
@@ -242,14 +244,14 @@ def pack_int4(q: Int4Codes) -> Tensor:
     codes = zeros.repeat_interleave(group, 1)
     codes[:n, :k] = q.codes
 
-    # [strip, h8, g, tile, v, c, t, j, c2, e] -> [strip, tile, v, g, t, c, j, e, c2, h8]: nibble = 4 e + 2 c2 + h8
-    nibbles = codes.view(strips, 2, 8, tiles, 2, 2, 4, 2, 2, 2).permute(0, 3, 4, 2, 6, 5, 7, 9, 8, 1)
+    # [strip, h8, g, tile, v, c, t, j, c2, e] -> [strip, tile, v, g, t, c, j, e, h8, c2]: nibble = 4 e + 2 h8 + c2
+    nibbles = codes.view(strips, 2, 8, tiles, 2, 2, 4, 2, 2, 2).permute(0, 3, 4, 2, 6, 5, 7, 9, 1, 8)
     packed = torch.empty((strips, tiles, size), dtype=torch.uint8, device=dev)
     packed[..., :NIBBLE_BYTES] = (nibbles[..., 0] | (nibbles[..., 1] << 4)).reshape(strips, tiles, NIBBLE_BYTES)
     split = NIBBLE_BYTES + 2 * TILE_N * per_tile
     s = scales.view(strips, 2, 8, tiles, per_tile).permute(0, 3, 4, 2, 1).contiguous()
     packed[..., NIBBLE_BYTES:split] = s.view(torch.uint8).reshape(strips, tiles, -1)
-    packed[..., split:] = zeros.view(strips, 2, 8, tiles, per_tile).permute(0, 3, 4, 2, 1).reshape(strips, tiles, -1)
+    packed[..., split:] = (zeros << 3).view(strips, 2, 8, tiles, per_tile).permute(0, 3, 4, 2, 1).reshape(strips, tiles, -1)
     return packed.view(-1)
 
 
@@ -274,11 +276,11 @@ def unpack_int4(packed: Tensor, n: int, k: int, group: int) -> Int4Codes:
     strips, tiles, per_tile = _ceil(n, TILE_N), _ceil(k, TILE_K), TILE_K // group
     rows, groups = strips * TILE_N, _ceil(k, group)
     records = packed.view(strips, tiles, size)
-    b = records[..., :NIBBLE_BYTES].reshape(strips, tiles, 2, 8, 4, 2, 2, 2, 2)  # [strip, tile, v, g, t, c, j, e, c2]
-    nibbles = torch.stack((b & 15, b >> 4), -1).permute(0, 9, 3, 1, 2, 5, 4, 6, 8, 7)
+    b = records[..., :NIBBLE_BYTES].reshape(strips, tiles, 2, 8, 4, 2, 2, 2, 2)  # [strip, tile, v, g, t, c, j, e, h8]
+    nibbles = torch.stack((b & 15, b >> 4), -1).permute(0, 8, 3, 1, 2, 5, 4, 6, 9, 7)
     split = NIBBLE_BYTES + 2 * TILE_N * per_tile
     s = records[..., NIBBLE_BYTES:split].contiguous().view(torch.float16).view(strips, tiles, per_tile, 8, 2)
-    z = records[..., split:].reshape(strips, tiles, per_tile, 8, 2)
+    z = records[..., split:].reshape(strips, tiles, per_tile, 8, 2) >> 3
     return Int4Codes(
         nibbles.reshape(rows, tiles * TILE_K)[:n, :k].contiguous(),
         s.permute(0, 4, 3, 1, 2).reshape(rows, -1)[:n, :groups].contiguous(),

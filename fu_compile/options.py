@@ -39,6 +39,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 OTHER_VARIABLES = {
     "FU_MODE": "the preset, as mode=",
     "FU_CACHE_DIR": "folder for compiled kernels and converted models (default: ~/.cache/futransformer)",
+    "FU_DISABLE_JIT": "1: never compile a kernel; what is not in the cache is an error",
     "FU_WIKITEXT": "folder or file of WikiText-2 raw, for perplexity",
 }
 """Environment variables that are no options."""

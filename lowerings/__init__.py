@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fu_compile.lowerings import cpu_linear, reference_attention, reference_block, reference_linear
+from fu_compile.lowerings import (
+    cpu_linear,
+    linear_fp8_sm90,
+    linear_int4_sm90,
+    reference_attention,
+    reference_block,
+    reference_linear,
+)
 
 from fu_compile import ops
 from fu_compile.errors import LoweringError
@@ -50,8 +57,11 @@ class Lowering:
         return self.accepts(*args)
 
 
+_CUDA: dict[str, Any] = {"linear_int4": linear_int4_sm90, "linear_fp8": linear_fp8_sm90}
+
 TABLE: dict[str, tuple[Lowering, ...]] = {
     name: (
+        *(Lowering("cuda", m.launch, ("cuda",), m.accepts) for n, m in _CUDA.items() if n == name),
         *(
             [Lowering("cpu", cpu_linear.LAUNCH[name], ("cpu",), cpu_linear.accepts)]
             if name in cpu_linear.LAUNCH

@@ -1,0 +1,552 @@
+"""The four linears of a decoder layer at decode: error, time and bandwidth beside the peers that are on the machine.
+
+    python benchmarks/decode_linears.py                       # check, then time 8B and 70B at M = 1, 8, 32
+    python benchmarks/decode_linears.py --models 8b --tokens 1 --seconds 0.2
+    python benchmarks/decode_linears.py --tune 8b:32          # every configuration of each linear, fastest first
+
+What is timed: layer after layer in one CUDA graph with the real dependencies (qkv -> o + residual -> RMS, gate_up,
+SwiGLU -> down + residual; o reads the first columns of qkv in the place of attention's output), on as many layers as put every
+byte of a weight out of L2 before it is read again. Cases run interleaved (A B C A B C) on random data, each for at
+least ``--seconds`` in all; us are the median over rounds. Every input of a check is fresh, every output is poisoned.
+
+bandwidth: bytes of the packed weights over the time, beside a copy (read + written) of 4 GiB in the same run.
+error: largest |y - y64| over one bfloat16 rounding (2^-8 |y64|, at least 2^-8 of an eighth of the row's rms), y64 in
+float64 from the same codes and scales.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from fu_compile.lowerings import linear_fp8_sm90 as fp8
+from fu_compile.lowerings import linear_int4_sm90 as int4
+from torch import Tensor
+
+from fu_compile import formats, jit
+
+MODELS = {"8b": (4096, 6144, 4096, 14336), "70b": (8192, 10240, 8192, 28672)}
+"""hidden, rows of qkv, columns of o, intermediate"""
+EPS = 1e-5
+L2_BYTES = 60 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """One linear of a layer."""
+
+    name: str
+    n: int
+    k: int
+    prologue: str
+    epilogue: str
+
+
+def linears(model: str) -> list[Linear]:
+    hidden, qkv, o, inner = MODELS[model]
+    return [
+        Linear("qkv", qkv, hidden, "rms", ""),
+        Linear("o", hidden, o, "", "residual"),
+        Linear("gate_up", 2 * inner, hidden, "rms", "swiglu"),
+        Linear("down", hidden, inner, "", "residual"),
+    ]
+
+
+def random_codes(n: int, k: int, group: int, device: str = "cuda") -> formats.Int4Codes:
+    """Codes over the whole range with signed scales and every zero point; rows of about unit gain."""
+    groups = -(-k // group)
+    scale = (torch.rand(n, groups, device=device) + 0.5) / (5.0 * k**0.5)
+    sign = torch.randint(0, 2, (n, groups), device=device) * 2 - 1
+    return formats.Int4Codes(
+        torch.randint(0, 16, (n, k), device=device, dtype=torch.uint8),
+        (scale * sign).half(),
+        torch.randint(6, 10, (n, groups), device=device, dtype=torch.uint8),
+        group,
+    )
+
+
+def reference(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float, prologue: str, epilogue: str
+) -> Tensor:
+    """float64, nothing rounded. w: [n, k], gate rows before up rows."""
+    x = x.double()
+    if prologue:
+        x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + EPS)
+    y = x @ w.double().T
+    if bias is not None:
+        y = y + bias.double()
+    if "swiglu" in epilogue:
+        gate, up = y.chunk(2, -1)
+        y = torch.nn.functional.silu(gate) * up
+    return y if residual is None else residual.double() + scale * y
+
+
+def roundings(y: Tensor, y64: Tensor) -> float:
+    """Largest error in bfloat16 roundings (NaN counts as infinity)."""
+    floor = y64.square().mean(-1, keepdim=True).sqrt() / 8
+    error = (y.double() - y64).abs() / (torch.maximum(y64.abs(), floor) * 2.0**-8)
+    return float("inf") if not bool(torch.isfinite(error).all()) else float(error.max())
+
+
+def ours(
+    x: Tensor, packed: Tensor, lin: Linear, group: int, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    return int4.launch(x, packed, lin.n, lin.k, group, bias, residual, EPS, 0.5, lin.prologue, lin.epilogue)
+
+
+def check_one(lin: Linear, tokens: int, group: int, dtype: torch.dtype) -> float:
+    """Error of one call on fresh inputs; the memory the output will take is filled with NaN first."""
+    codes = random_codes(lin.n, lin.k, group)
+    w = formats.dequantize_int4(codes)
+    packed = formats.pack_int4(codes)
+    columns = lin.n // 2 if "swiglu" in lin.epilogue else lin.n
+    if "swiglu" in lin.epilogue:
+        w = w[formats.deinterleave_gate_up(lin.n).to(w.device)]
+    x = (torch.randn(tokens, lin.k, device="cuda") * 2 + 0.3).to(dtype)
+    x[tokens // 2, :: max(1, lin.k // 3)] *= 50  # massive activations
+    bias = torch.randn(lin.n, device="cuda").to(dtype) if "bias" in lin.epilogue else None
+    residual = torch.randn(tokens, columns, device="cuda").to(dtype) if "residual" in lin.epilogue else None
+    poison = torch.full((tokens, columns), float("nan"), device="cuda", dtype=dtype)
+    del poison
+    y = ours(x, packed, lin, group, bias, residual)
+    again = ours(x, packed, lin, group, bias, residual)
+    if not torch.equal(y, again):
+        return float("inf")
+    return roundings(y, reference(x, w, bias, residual, 0.5, lin.prologue, lin.epilogue))
+
+
+def check_fp8(lin: Linear, tokens: int, dtype: torch.dtype) -> float:
+    """As check_one, for FP8 weights."""
+    w = torch.randn(lin.n, lin.k, device="cuda") / lin.k**0.5
+    codes, scales = formats.quantize_fp8(w)
+    columns = lin.n // 2 if "swiglu" in lin.epilogue else lin.n
+    x = (torch.randn(tokens, lin.k, device="cuda") * 2 + 0.3).to(dtype)
+    bias = torch.randn(lin.n, device="cuda").to(dtype) if "bias" in lin.epilogue else None
+    residual = torch.randn(tokens, columns, device="cuda").to(dtype) if "residual" in lin.epilogue else None
+    poison = torch.full((tokens, columns), float("nan"), device="cuda", dtype=dtype)
+    del poison
+    y = fp8.launch(x, codes, scales, scales, bias, residual, EPS, 0.5, lin.prologue, lin.epilogue, "none")
+    dense = codes.float() * scales[:, None]
+    return roundings(y, reference(x, dense, bias, residual, 0.5, lin.prologue, lin.epilogue))
+
+
+SMALL = [
+    Linear("SmolLM2 qkv", 960, 576, "rms", ""),
+    Linear("SmolLM2 gate_up", 3072, 576, "rms", "swiglu"),
+    Linear("SmolLM2 down", 576, 1536, "", "residual"),
+    Linear("Qwen2.5 qkv", 1152, 896, "rms", "bias"),
+    Linear("Qwen2.5 gate_up", 9728, 896, "rms", "swiglu"),
+    Linear("Qwen2.5 down", 896, 4864, "", "residual"),
+    Linear("Qwen3 qkv", 4096, 1024, "rms", ""),
+    Linear("Qwen3 o", 1024, 2048, "", "residual"),
+    Linear("Phi-3 gate_up", 16384, 3072, "rms", "swiglu"),
+    Linear("Phi-3 down", 3072, 8192, "", "residual"),
+    Linear("odd", 37, 200, "rms", "bias|residual"),
+    Linear("odd", 1000, 1032, "", "bias"),
+    Linear("odd", 1, 8, "rms", ""),
+    Linear("odd", 4112, 2056, "", "bias|swiglu|residual"),
+]
+"""Shapes beside those of MODELS."""
+
+
+def cases_of(lin: Linear, quick: bool) -> list[tuple[int, int, torch.dtype]]:
+    """(tokens, group, dtype) to check."""
+    big = lin.n * lin.k > 1 << 26
+    cases = [(t, 128, torch.bfloat16) for t in ((1, 8, 32) if big or quick else (1, 2, 3, 8, 9, 16, 17, 32, 33, 64))]
+    if not big:
+        cases += [(1, 64, torch.bfloat16), (5, 32, torch.float16), (32, 64, torch.float16), (20, 32, torch.bfloat16)]
+    return cases
+
+
+def check(models: list[str], quick: bool) -> float:
+    """Prints the worst error of each shape; returns the worst of all in bfloat16 roundings."""
+    worst = 0.0
+    shapes = SMALL + [lin for m in models for lin in linears(m)]
+    kernels = [
+        int4.kernel(
+            lin.n, lin.k, g, next(b for b in int4.TOKENS if t <= b), d == torch.float16, lin.prologue, lin.epilogue, 132
+        )
+        for lin in shapes
+        for t, g, d in cases_of(lin, quick)
+    ]
+    done = jit.warmup(kernels, progress=False)
+    print(f"compiled {done.compiled} kernels in {done.seconds:.1f} s", flush=True)
+    for lin in shapes:
+        errors = {}
+        for tokens, group, dtype in cases_of(lin, quick):
+            e = check_one(lin, tokens, group, dtype)
+            errors[f"{tokens}/{group}/{str(dtype)[6:]}"] = round(e, 3)
+            worst = max(worst, e)
+        if lin.k % 16 == 0:
+            for tokens, dtype in ((1, torch.bfloat16), (8, torch.bfloat16), (11, torch.float16)):
+                e = check_fp8(lin, tokens, dtype)
+                errors[f"fp8 {tokens}/{str(dtype)[6:]}"] = round(e, 3)
+                worst = max(worst, e)
+        bad = {c: e for c, e in errors.items() if e > 2}
+        print(f"check {lin.name:16s} {lin.n:6d} x {lin.k:5d}: worst {max(errors.values()):.3f} {bad or ''}", flush=True)
+    return worst
+
+
+# ---- timing ---------------------------------------------------------------------------------------------------------
+
+
+def graph_of(body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        body()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, seconds: float) -> float:
+    """Microseconds of a replay, back to back for that long."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    torch.cuda.synchronize()
+    t = time.perf_counter()
+    graph.replay()
+    torch.cuda.synchronize()
+    count = max(3, int(seconds / (time.perf_counter() - t)))
+    start.record()
+    for _ in range(count):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / count
+
+
+def interleaved(
+    cases: dict[str, tuple[torch.cuda.CUDAGraph, int]], seconds: float, rounds: int = 3
+) -> dict[str, float]:
+    """Case -> microseconds a layer, the median over rounds of A B C A B C."""
+    seen: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, (graph, layers) in cases.items():
+            seen[name].append(replay_us(graph, seconds / rounds) / layers)
+    return {name: statistics.median(v) for name, v in seen.items()}
+
+
+def copy_bandwidth() -> float:
+    """GB/s of a device copy, bytes read and written."""
+    a = torch.randn(1 << 30, dtype=torch.float32, device="cuda")
+    b = torch.empty_like(a)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for timed in (False, True):
+        if timed:
+            start.record()
+        for _ in range(20):
+            b.copy_(a)
+    end.record()
+    end.synchronize()
+    return 20 * 8 * a.numel() / start.elapsed_time(end) / 1e6
+
+
+class Card:
+    """Clocks and power while something runs."""
+
+    def __init__(self) -> None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        except Exception:
+            self.nvml = None
+
+    def read(self, graph: torch.cuda.CUDAGraph) -> str:
+        """While the graph is being replayed."""
+        if self.nvml is None:
+            return "clocks and power not readable"
+        for _ in range(200):
+            graph.replay()
+        sm = self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM)
+        mem = self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_MEM)
+        watts = self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000
+        torch.cuda.synchronize()
+        return f"{sm} MHz SM, {mem} MHz memory, {watts:.0f} W"
+
+
+def layer_body(model: str, call: Callable[[int, Linear, Tensor, Tensor | None], Tensor], layers: int, x: Tensor):
+    """layers decoder layers' linears with their dependencies."""
+    qkv, o, gate_up, down = linears(model)
+
+    def body() -> Tensor:
+        h = x
+        for i in range(layers):
+            a = call(i, qkv, h, None)
+            h = call(i, o, a[:, : o.k], h)
+            h = call(i, down, call(i, gate_up, h, None), h)
+        return h
+
+    return body
+
+
+def our_case(model: str, layers: int, x: Tensor, weights: dict[str, list[Tensor]], group: int):
+    def call(i: int, lin: Linear, v: Tensor, residual: Tensor | None) -> Tensor:
+        return ours(v, weights[lin.name][i], lin, group, None, residual)
+
+    return graph_of(layer_body(model, call, layers, x)), layers
+
+
+def our_fp8_case(model: str, layers: int, x: Tensor):
+    weights = {}
+    for lin in linears(model):
+        codes = (torch.randn(lin.n, lin.k, device="cuda") * 100).to(torch.float8_e4m3fn)
+        scales = torch.full((lin.n,), 0.01 / lin.k**0.5, device="cuda")
+        weights[lin.name] = [(codes.clone(), scales) for _ in range(layers)]
+
+    def call(i: int, lin: Linear, v: Tensor, residual: Tensor | None) -> Tensor:
+        codes, scales = weights[lin.name][i]
+        return fp8.launch(v, codes, scales, scales, None, residual, EPS, 0.5, lin.prologue, lin.epilogue, "none")
+
+    return graph_of(layer_body(model, call, layers, x)), layers
+
+
+def packed_weights(model: str, group: int) -> tuple[dict[str, list[Tensor]], int, int]:
+    """Linear -> one packed weight per layer; layers; bytes of a layer."""
+    first = {lin.name: formats.pack_int4(random_codes(lin.n, lin.k, group)) for lin in linears(model)}
+    size = sum(t.numel() for t in first.values())
+    layers = max(3, -(-6 * L2_BYTES // size))
+    return {name: [t] + [t.clone() for _ in range(layers - 1)] for name, t in first.items()}, layers, size
+
+
+def peers(model: str, tokens: int, layers: int) -> dict[str, tuple[torch.cuda.CUDAGraph, int]]:
+    """What PyTorch has: bfloat16, FP8 (scaled_mm, per tensor), tinygemm INT4. Linears only, no norm, no SwiGLU."""
+    cases = {}
+    shapes = linears(model)
+    xs = {lin.k: torch.randn(tokens, lin.k, device="cuda", dtype=torch.bfloat16) for lin in shapes}
+    ws = {
+        lin.name: [torch.randn(lin.n, lin.k, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
+        for lin in shapes
+    }
+    cases["torch bf16"] = (
+        graph_of(lambda: [torch.mm(xs[lin.k], ws[lin.name][i].T) for i in range(layers) for lin in shapes]), layers
+    )  # fmt: skip
+    try:
+        w8 = {name: [w.to(torch.float8_e4m3fn) for w in v] for name, v in ws.items()}
+        pad = max(tokens, 16)
+        x8 = {k: torch.randn(pad, k, device="cuda").to(torch.float8_e4m3fn) for k in xs}
+        one = torch.ones((), device="cuda")
+
+        def fp8() -> None:
+            for i in range(layers):
+                for lin in shapes:
+                    torch._scaled_mm(
+                        x8[lin.k], w8[lin.name][i].T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+                    )  # fmt: skip
+
+        cases["torch fp8 scaled_mm"] = (graph_of(fp8), layers)
+    except Exception as error:
+        print("no scaled_mm:", str(error)[:200])
+    try:
+        tiny = {}
+        for lin in shapes:
+            q = torch.randint(0, 255, (lin.n, lin.k // 2), device="cuda", dtype=torch.uint8)
+            p = torch.ops.aten._convert_weight_to_int4pack(q, 8)
+            sz = torch.randn(lin.k // 128, lin.n, 2, device="cuda", dtype=torch.bfloat16)
+            tiny[lin.name] = [(p.clone(), sz.clone()) for _ in range(layers)]
+
+        def tinygemm() -> None:
+            for i in range(layers):
+                for lin in shapes:
+                    p, sz = tiny[lin.name][i]
+                    torch.ops.aten._weight_int4pack_mm(xs[lin.k], p, 128, sz)
+
+        cases["tinygemm int4 g128"] = (graph_of(tinygemm), layers)
+    except Exception as error:
+        print("no tinygemm:", str(error)[:200])
+    return cases
+
+
+def bench(models: list[str], tokens: list[int], seconds: float, with_peers: bool) -> dict[str, Any]:
+    card, copy = Card(), copy_bandwidth()
+    print(f"copy {copy:.0f} GB/s", flush=True)
+    out: dict[str, Any] = {"device": torch.cuda.get_device_name(), "copy GB/s": copy, "rows": []}
+    for model in models:
+        weights, layers, size = packed_weights(model, 128)
+        for m in tokens:
+            x = torch.randn(m, MODELS[model][0], device="cuda", dtype=torch.bfloat16)
+            cases = {"int4 (ours)": our_case(model, layers, x, weights, 128)}
+            if m <= 8:
+                cases["fp8 (ours)"] = our_fp8_case(model, 3, x)
+            if with_peers:
+                cases |= peers(model, m, 3)
+            times = interleaved(cases, seconds)
+            state = card.read(cases["int4 (ours)"][0])
+            base = times["int4 (ours)"]
+            for name, us in times.items():
+                row = {"model": model, "M": m, "case": name, "us": round(us, 2), "x ours": round(us / base, 2)}
+                if name == "int4 (ours)":
+                    row |= {"GB/s": round(size / us / 1e3), "of copy": round(size / us / 1e3 / copy, 3), "card": state}
+                out["rows"].append(row)
+                print(json.dumps(row), flush=True)
+            del cases
+            gc.collect()
+            torch.cuda.empty_cache()
+        for m in tokens:
+            for lin in linears(model):
+                x = torch.randn(m, lin.k, device="cuda", dtype=torch.bfloat16)
+                r = torch.randn(m, lin.n, device="cuda", dtype=torch.bfloat16) if "residual" in lin.epilogue else None
+                case = graph_of(
+                    lambda lin=lin, x=x, r=r, ws=weights[lin.name]: [ours(x, w, lin, 128, None, r) for w in ws * 4]
+                )
+                us = interleaved({"": (case, 4 * layers)}, seconds / 4)[""]
+                bytes_ = weights[lin.name][0].numel()
+                row = {"model": model, "M": m, "case": lin.name, "us": round(us, 2), "GB/s": round(bytes_ / us / 1e3)}
+                out["rows"].append(row)
+                print(json.dumps(row), flush=True)
+        weights.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return out
+
+
+def variants(n: int, k: int, tokens: int) -> list[int4.Config]:
+    """Configurations worth timing for one shape."""
+    bound, sms, found = next(t for t in int4.TOKENS if tokens <= t), 132, []
+    if bound <= 8:
+        for cluster in (1, 2, 4):
+            c = int4._few(n, k, 128, bound, sms, cluster)
+            if c is not None and not (bound == 8 and cluster == 4):
+                found.append(c)
+            c = int4._reg(n, k, 128, bound, sms, cluster)
+            if not (cluster > 1 and bound == 1) and c.smem(n, k, 128) <= int4.SMEM:
+                found.append(c)
+        return found
+    for cluster in (1, 2, 4, 8):
+        c = int4._wide(n, k, 128, bound, sms, cluster)
+        if c is None:
+            continue
+        found.append(c)
+        strips = int4.ceil_div(int4.ceil_div(n, 16), c.grid // cluster)
+        for blocks, limit, most in ((2, int4.SMEM, 7), (1, int4.common.SMEM_MAX, 15)):
+            for each in (1, 2):
+                wn = int4.ceil_div(int4.ceil_div(strips, int4.ceil_div(strips, each * most)), each)
+                for wk in range(1, most // wn + 1):
+                    v = dataclasses.replace(c, strips=each, warps_n=wn, warps_k=wk, blocks_per_sm=blocks)
+                    if wn * wk * 2 < most or (cluster > 1 and wn * each < strips):
+                        continue
+                    for slots in (6, 5, 4, 3):
+                        v = dataclasses.replace(v, slots=slots)
+                        if v.smem(n, k, 128) <= limit:
+                            found.append(v)
+                            break
+    return list(dict.fromkeys(found))
+
+
+def tune(model: str, tokens: int, seconds: float) -> None:
+    """Times every variant of each linear by itself (PDL chain over rotated weights)."""
+    weights, layers, _ = packed_weights(model, 128)
+    for lin in linears(model):
+        x = torch.randn(tokens, lin.k, device="cuda", dtype=torch.bfloat16)
+        r = torch.randn(tokens, lin.n, device="cuda", dtype=torch.bfloat16) if "residual" in lin.epilogue else None
+        cases, want = {}, None
+        configs = variants(lin.n, lin.k, tokens)
+        kernels = [int4.kernel_of(c, lin.n, lin.k, 128, False, lin.prologue, lin.epilogue) for c in configs]
+        jit.warmup(kernels, progress=False)
+        for c, kernel in zip(configs, kernels, strict=True):
+            used = kernel.cubin.resources
+
+            def body(kernel=kernel, x=x, r=r, lin=lin):
+                return [
+                    int4.common.launch(kernel, x, w, lin.n, lin.k, None, r, EPS, 0.5, lin.epilogue)
+                    for w in weights[lin.name] * 4
+                ]
+
+            got = body()[0]
+            want = got if want is None else want
+            close = torch.allclose(got.float(), want.float(), rtol=2e-2, atol=2e-2)
+            key = f"{c.kind} grid {c.grid} cl {c.cluster} S {c.strips} slots {c.slots} wn {c.warps_n} wk {c.warps_k} regs {used.registers} spills {used.spill_stores}{'' if close else ' WRONG'}"
+            cases[key] = (graph_of(body), 4 * layers)
+        times = interleaved(cases, seconds, 2)
+        for key, us in sorted(times.items(), key=lambda kv: kv[1])[:4]:
+            print(f"{model} M={tokens} {lin.name}: {us:.2f} us  {key}", flush=True)
+
+
+def tune_layer(model: str, tokens: int, seconds: float) -> None:
+    """Coordinate descent over the configurations of the four linears, timed where it counts: in the whole layer."""
+    weights, layers, size = packed_weights(model, 128)
+    x = torch.randn(tokens, MODELS[model][0], device="cuda", dtype=torch.bfloat16)
+    shapes = linears(model)
+    options: dict[str, list[int4.Config]] = {}
+    kernels: dict[tuple[str, int4.Config], jit.Kernel] = {}
+    for lin in shapes:
+        options[lin.name] = [
+            dataclasses.replace(c, lead=lead, delay=delay)
+            for c in variants(lin.n, lin.k, tokens)
+            for lead, delay in ((-1, 0), (-1, 700), (-1, 1400), (-1, 2100), (-1, 3000), (99, 0))
+        ]
+        for c in options[lin.name]:
+            kernels[lin.name, c] = int4.kernel_of(c, lin.n, lin.k, 128, False, lin.prologue, lin.epilogue)
+    jit.warmup(kernels.values(), progress=False)
+    chosen = {lin.name: int4.choose(lin.n, lin.k, 128, tokens) for lin in shapes}
+    for lin in shapes:
+        kernels.setdefault(
+            (lin.name, chosen[lin.name]),
+            int4.kernel_of(chosen[lin.name], lin.n, lin.k, 128, False, lin.prologue, lin.epilogue),
+        )
+
+    def measure(configs: dict[str, int4.Config], seconds: float) -> float:
+        def call(i: int, lin: Linear, v: Tensor, residual: Tensor | None) -> Tensor:
+            k = kernels[lin.name, configs[lin.name]]
+            return int4.common.launch(
+                k, v, weights[lin.name][i], lin.n, lin.k, None, residual, EPS, 0.5, lin.epilogue
+            )  # fmt: skip
+
+        return replay_us(graph_of(layer_body(model, call, layers, x)), seconds) / layers
+
+    best = measure(chosen, seconds)
+    print(f"{model} M={tokens} start {best:.2f} us", flush=True)
+    for sweep in range(2):
+        for lin in sorted(shapes, key=lambda v: -v.n * v.k):
+            for c in options[lin.name]:
+                us = measure(chosen | {lin.name: c}, seconds)
+                if us < best * 0.998:
+                    best, chosen = us, chosen | {lin.name: c}
+            print(f"{model} M={tokens} sweep {sweep} {lin.name}: {best:.2f} us {chosen[lin.name]}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 8, 32])
+    parser.add_argument("--seconds", type=float, default=0.6)
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--quick-check", action="store_true")
+    parser.add_argument("--tune", nargs="*", default=[], help="model:tokens")
+    parser.add_argument("--tune-layer", nargs="*", default=[], help="model:tokens")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode_linears.json")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    result: dict[str, Any] = {}
+    if not args.no_check:
+        result["worst error in bf16 roundings"] = check(args.models, args.quick_check)
+    for case in args.tune_layer:
+        tune_layer(case.split(":")[0], int(case.split(":")[1]), args.seconds)
+    if args.tune_layer:
+        return
+    if args.tune:
+        for case in args.tune:
+            model, tokens = case.split(":")
+            tune(model, int(tokens), args.seconds)
+        return
+    result |= bench(args.models, args.tokens, args.seconds, not args.no_peers)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

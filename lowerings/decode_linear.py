@@ -1,0 +1,143 @@
+"""What the CUDA decode linears share: which calls they take, their parameters, and the launch.
+
+Not a lowering by itself: ``linear_int4_sm90`` and ``linear_fp8_sm90`` choose a configuration and launch through here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fu_compile import jit
+from fu_compile.ops import EPILOGUE_ORDER
+
+MAX_TOKENS = 64
+"""Above this a prefill kernel (one that is bound by arithmetic) is the right one."""
+SMEM = 115_712
+"""Shared memory of one block, in bytes, such that two fit an SM: (228 KB - 2 x 1 KB) / 2. The next kernel's blocks then
+fill their rings beside the running one (measured: 1.18 -> 1.35 ms a step without)."""
+SMEM_MAX = 232_448
+"""Shared memory that one block can have on Hopper: 227 KB."""
+SMS = 132
+"""Multiprocessors of an H100 or H200 SXM: what kernels are compiled for where no GPU is there to ask."""
+
+SIGNATURE = "pppppiiiff"
+"""x, weight, bias, residual, y, tokens, row stride of x, row stride of the residual, eps, scale"""
+
+_ORDERED = {"|".join(c) for r in range(4) for c in itertools.combinations(EPILOGUE_ORDER, r)}
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Of the device with this ordinal."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _jit_missing() -> str | None:
+    return jit.unavailable()
+
+
+def refuses(
+    x: Tensor, n: int, k: int, bias: Tensor | None, residual: Tensor | None, prologue: str, epilogue: str
+) -> str | None:
+    """Why no CUDA decode linear runs this call, or none. Works on fake tensors."""
+    tokens = x.numel() // k if k else 0
+    half = n // 2 if "swiglu" in epilogue else n
+    reasons: tuple[tuple[bool, Callable[[], str]], ...] = (
+        (x.dtype not in (torch.bfloat16, torch.float16), lambda: f"activations are {x.dtype}, not 16 bits"),
+        (x.dim() == 0 or x.shape[-1] != k, lambda: f"the input has {x.shape[-1]} features, the weight {k}"),
+        (not 1 <= tokens <= MAX_TOKENS, lambda: f"{tokens} tokens; decode kernels take 1 to {MAX_TOKENS}"),
+        (k % 8 != 0, lambda: f"{k} input features are not a multiple of 8 (16-byte loads)"),
+        ("swiglu" in epilogue and half % 8 != 0, lambda: f"{half} gate rows are not a multiple of 8"),
+        (prologue not in ("", "rms") or epilogue not in _ORDERED, lambda: f"unknown steps {prologue!r}, {epilogue!r}"),
+        (bias is not None and bias.dtype != x.dtype, lambda: "the bias has another dtype than the activations"),
+        (
+            residual is not None and (residual.dtype != x.dtype or residual.shape != (*x.shape[:-1], half)),
+            lambda: "the residual does not look like the output",
+        ),
+        (_capability(x.device.index or 0) != (9, 0), lambda: "written for Hopper (compute capability 9.0)"),
+        (_jit_missing() is not None, lambda: str(_jit_missing())),
+    )
+    return next((say() for wrong, say in reasons if wrong), None)
+
+
+def _rows(t: Tensor, columns: int) -> tuple[Tensor, int]:
+    """The tensor as rows that start on 16 bytes, ``stride`` elements apart; copied only if it is not that already."""
+    if t.is_contiguous():
+        return (t, columns) if t.data_ptr() % 16 == 0 else (t.clone(), columns)
+    flat = t.reshape(-1, columns)
+    if flat.stride(1) == 1 and flat.stride(0) % 8 == 0 and flat.data_ptr() % 16 == 0:
+        return flat, flat.stride(0)
+    return flat.contiguous(), columns
+
+
+def launch(
+    kernel: jit.Kernel,
+    x: Tensor,
+    weight: Tensor,
+    n: int,
+    k: int,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    scale: float,
+    epilogue: str,
+    y: Tensor | None = None,
+    scales: tuple[Tensor, ...] = (),
+) -> Tensor:
+    """Runs a kernel with SIGNATURE on the current stream; ``scales`` are parameters between the weight and the bias.
+
+    Returns:
+        [..., N], or [..., N/2] with swiglu, in x's dtype; ``y`` when it is given.
+    """
+    columns = n // 2 if "swiglu" in epilogue else n
+    if y is None:
+        y = x.new_empty((*x.shape[:-1], columns))
+    x, ldx = _rows(x, k)
+    ldr = 0
+    if "residual" in epilogue and residual is not None:
+        residual, ldr = _rows(residual, columns)
+    device = y.device.index
+    kernel(
+        device,
+        torch.cuda.current_stream(device).cuda_stream,
+        x.data_ptr(),
+        weight.data_ptr(),
+        *(s.data_ptr() for s in scales),
+        bias.data_ptr() if bias is not None else None,
+        residual.data_ptr() if residual is not None else None,
+        y.data_ptr(),
+        y.numel() // columns,
+        ldx,
+        ldr,
+        eps,
+        scale,
+    )
+    return y
+
+
+def flags(half: bool, prologue: str, epilogue: str) -> dict[str, int]:
+    """The constants that every decode linear has."""
+    steps = epilogue.split("|")
+    return {
+        "HALF": int(half),
+        "RMS": int(prologue == "rms"),
+        "BIAS": int("bias" in steps),
+        "SWIGLU": int("swiglu" in steps),
+        "RESIDUAL": int("residual" in steps),
+    }

@@ -1,0 +1,191 @@
+"""Every CUDA kernel of the 8B and 70B sets compiles here, without a GPU, inside its budget; and the cache of cubins."""
+
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+from fu_compile.lowerings import linear_fp8_sm90, linear_int4_sm90
+
+from fu_compile import jit
+from fu_compile.errors import FuWarning, LoweringError
+
+LLAMA_8B = SimpleNamespace(
+    model_type="llama", hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336
+)
+LLAMA_70B = SimpleNamespace(
+    model_type="llama", hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672
+)
+SPILL = 32
+"""Bytes a thread may spill: a few values that live across the main loop and are not used in it. A spill inside the loop
+costs more: the smallest that was ever seen there was 92 bytes."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FU_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("FU_DISABLE_JIT", raising=False)
+    jit._warn_unwritable.cache_clear()
+    return tmp_path / "cache" / "kernels"
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A source that compiles in a moment."""
+    source = tmp_path / "csrc"
+    source.mkdir()
+    (source / "tiny.cu").write_text('extern "C" __global__ void FU_KERNEL(int* p) { *p = FU_VALUE; }\n')
+    monkeypatch.setattr(jit, "CSRC", source)
+    monkeypatch.setattr(jit, "_memory", {})
+    jit._headers.cache_clear()
+    yield "tiny.cu"
+    jit._headers.cache_clear()
+
+
+def budget(kernel: jit.Kernel) -> int:
+    """Registers of a thread with which as many blocks fit an SM as the design wants."""
+    blocks = 2 if kernel.shape.smem <= 115_712 else 1
+    warps = -(-kernel.shape.block // 32 * blocks // 4)  # on one of the four register files of 16384
+    return 16384 // (32 * warps) // 8 * 8
+
+
+def check(kernels: list[jit.Kernel]) -> None:
+    jit.warmup(kernels, progress=False)
+    for kernel in kernels:
+        used = kernel.cubin.resources
+        assert used.spill_stores <= SPILL, (kernel.cubin.name, used)
+        assert used.registers <= budget(kernel), (kernel.cubin.name, used, budget(kernel))
+
+
+def fp8_kernels() -> list[jit.Kernel]:
+    shapes = ((6144, 4096, "rms", ""), (4096, 14336, "", "residual"), (57344, 8192, "rms", "swiglu"))
+    return [linear_fp8_sm90.kernel(n, k, t, False, p, e) for n, k, p, e in shapes for t in (2, 8)]
+
+
+def test_kernels_of_8b_at_one_and_eight_tokens():
+    check(jit.kernels_of(LLAMA_8B, (1, 8)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [LLAMA_8B, LLAMA_70B], ids=["8b", "70b"])
+def test_all_kernels(config):
+    check(jit.kernels_of(config, linear_int4_sm90.TOKENS))
+
+
+@pytest.mark.slow
+def test_variants_of_the_format():
+    check(fp8_kernels())
+    check(jit.kernels_of(LLAMA_8B, (1, 8, 32), half=True))
+    for group in (64, 32):
+        check(jit.kernels_of(LLAMA_8B, (1, 32), group))
+
+
+@pytest.mark.parametrize("n", [1, 37, 960, 2112, 6144, 57344])
+@pytest.mark.parametrize("k", [8, 200, 576, 4096, 28672])
+@pytest.mark.parametrize("group", [128, 32])
+def test_every_shape_has_a_configuration_that_fits(n, k, group):
+    for tokens in linear_int4_sm90.TOKENS:
+        c = linear_int4_sm90.choose(n, k, group, tokens)
+        assert 0 < c.smem(n, k, group) <= 232_448 - 1024, c
+        assert c.grid % c.cluster == 0
+        assert c.grid <= 132
+        assert c.slots >= 1
+        assert c.tokens >= tokens
+
+
+def test_kernels_of_reads_the_configuration():
+    qwen = SimpleNamespace(
+        model_type="qwen2", hidden_size=896, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864
+    )
+    kernels = jit.kernels_of(qwen, (1,))
+    assert [(k.constants["N"], k.constants["K"]) for k in kernels] == [
+        (1152, 896), (896, 896), (9728, 896), (896, 4864)
+    ]  # fmt: skip
+    assert [k.constants["BIAS"] for k in kernels] == [1, 0, 0, 0]
+    assert [k.constants["RESIDUAL"] for k in kernels] == [0, 1, 0, 1]
+
+
+def test_cold_then_memory_then_disk(tiny, folder):
+    first = jit.cubin(tiny, {"VALUE": 3})
+    assert first.origin == "compiled"
+    assert first.code[:4] == b"\x7fELF"
+    assert jit.cubin(tiny, {"VALUE": 3}) is first
+    assert jit.cubin(tiny, {"VALUE": 4}).name != first.name
+    jit._memory.clear()
+    again = jit.cubin(tiny, {"VALUE": 3})
+    assert (again.origin, again.code, again.resources) == ("disk", first.code, first.resources)
+    assert len(list(folder.iterdir())) == 2  # and no temporary file
+
+
+def test_key_covers_source_headers_and_versions(tiny, monkeypatch):
+    _, text = jit.render(tiny, {"VALUE": 1})
+    keys = {jit.cache_key(text), jit.cache_key(text + " ")}
+    (jit.CSRC / "some.cuh").write_text("// a header")
+    jit._headers.cache_clear()
+    keys.add(jit.cache_key(text))
+    monkeypatch.setattr(jit, "_nvrtc_version", lambda: "99")
+    keys.add(jit.cache_key(text))
+    assert len(keys) == 4
+
+
+def test_damaged_entry_is_compiled_again(tiny, folder):
+    code = jit.cubin(tiny, {"VALUE": 5}).code
+    (entry,) = folder.iterdir()
+    for damage in (b"", entry.read_bytes()[:-1], entry.read_bytes().replace(b"ELF", b"FLE")):
+        entry.write_bytes(damage)
+        jit._memory.clear()
+        with pytest.warns(FuWarning, match="damaged"):
+            found = jit.cubin(tiny, {"VALUE": 5})
+        assert (found.origin, found.code) == ("compiled", code)
+    jit._memory.clear()
+    assert jit.cubin(tiny, {"VALUE": 5}).origin == "disk"
+
+
+def test_folder_that_cannot_be_written(tiny, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("FU_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.warns(FuWarning, match="cannot be kept"):
+        assert jit.cubin(tiny, {"VALUE": 6}).origin == "compiled"
+
+
+def test_disabled_names_the_kernel_unless_it_is_cached(tiny, monkeypatch):
+    jit.cubin(tiny, {"VALUE": 7})
+    jit._memory.clear()
+    monkeypatch.setenv("FU_DISABLE_JIT", "1")
+    assert jit.cubin(tiny, {"VALUE": 7}).origin == "disk"
+    with pytest.raises(LoweringError, match=r"tiny_.* is not in") as error:
+        jit.cubin(tiny, {"VALUE": 8})
+    assert "warmup" in str(error.value)
+    monkeypatch.setenv("FU_DISABLE_JIT", "0")
+    assert jit.cubin(tiny, {"VALUE": 8}).origin == "compiled"
+
+
+def test_two_threads_compile_once(tiny):
+    before = jit.COUNTERS.compiled
+    threads = [threading.Thread(target=jit.cubin, args=(tiny, {"VALUE": 9})) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert jit.COUNTERS.compiled == before + 1
+
+
+def test_source_errors_say_what(tiny):
+    with pytest.raises(LoweringError, match="no CUDA source nothing"):
+        jit.cubin("nothing.cu", {})
+    (jit.CSRC / "wrong.cu").write_text('extern "C" __global__ void FU_KERNEL() { undeclared(); }\n')
+    with pytest.raises(LoweringError, match="undeclared"):
+        jit.cubin("wrong.cu", {})
+
+
+def test_log_without_a_report_is_an_error():
+    with pytest.raises(LoweringError, match="register report"):
+        jit.parse_log("ptxas info : nothing of interest")
+
+
+def test_import_needs_nothing_of_cuda():
+    names = "cuda.core", "cuda.bindings", "triton"
+    missing = "; ".join(f"sys.modules[{n!r}] = None" for n in names)
+    code = f"import sys; {missing}; import fu_compile.lowerings, fu_compile.jit"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
