@@ -175,6 +175,15 @@ def dynamo_warnings() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
+def crop(cache: StaticCache, tokens: int) -> None:
+    """Takes the last ``tokens`` tokens off a static cache (transformers 5.17 leaves that to the user)."""
+    if hasattr(cache.layers[0], "crop"):
+        cache.crop(-tokens)
+        return
+    for layer in cache.layers:
+        layer.cumulative_length.sub_(tokens)
+
+
 def rms(x: Tensor) -> float:
     """Root mean square."""
     return float(x.double().square().mean().sqrt())

@@ -9,6 +9,7 @@ from field import (
     caches,
     compiled,
     counters,
+    crop,
     dynamic_cache,
     forced,
     generate,
@@ -337,7 +338,7 @@ def test_b22_cropped_static_cache(llama):
     want = torch.cat((step(llama, ids, clean)[:, -1:], steps(llama, tail, clean)), 1)
     first = step(llama, ids, cropped)[:, -1:]
     steps(llama, prompt(1, 8, seed=3), cropped)  # rejected; they complete the first page, in INT4 as well
-    cropped.crop(-8)
+    crop(cropped, 8)
     assert int(cropped.get_seq_length()) == 60
     found = torch.cat((first, steps(llama, tail, cropped)), 1)
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)  # the same codes: float32 sums only

@@ -1,6 +1,7 @@
 """Field cases about ``generate``: calls that miss the backend, recompiles, overwritten results, batches, beams."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -388,6 +389,7 @@ def test_b21_several_samples(llama):
 @pytest.mark.parametrize("assistant", ["other", "same", "lookup"])
 def test_b22_assisted_decoding(llama, kind, assistant):
     """B22, huggingface/transformers#32946: a static cache cannot forget the draft's rejected tokens."""
+    eager = copy.deepcopy(llama)
     ids = prompt(1, 6).repeat(1, 2)  # something to look up
     want, _ = generate(llama, ids, 12)
     compiled(llama, mode="exact")
@@ -396,6 +398,11 @@ def test_b22_assisted_decoding(llama, kind, assistant):
         more["assistant_model"] = model("llama", seed=0 if assistant == "same" else 1)
     if kind == "static":
         more["cache_implementation"] = "static"
-    got, _ = generate(llama, ids, 12, **more)
-    assert torch.equal(got, want)
+    try:
+        assert torch.equal(generate(eager, ids, 12, **more)[0], want)
+    except ValueError as refusal:  # transformers 5.17 refuses a static cache here: the user must see just that
+        with pytest.raises(ValueError, match=re.escape(str(refusal))):
+            generate(llama, ids, 12, **more)
+        return
+    assert torch.equal(generate(llama, ids, 12, **more)[0], want)
     assert counters(llama)["calls"] > 0

@@ -9,10 +9,12 @@ import copy
 
 import pytest
 import torch
-from field import compiled, counters, generate, model, prompt, rms, static_cache, step, steps
+from field import compiled, counters, crop, generate, model, prompt, rms, static_cache, step, steps
 
 from fu_compile.caches import COPIES
 from fu_compile.errors import CacheLengthError, CacheMismatchError
+
+pytestmark = pytest.mark.filterwarnings("error::fu_compile.errors.FuWarning")  # nothing falls back silently
 
 LENGTH = 192
 """Three pages of 64 tokens."""
@@ -161,7 +163,7 @@ def test_crop_forgets(served, keep, rejected, extreme):
         for layer, held in zip(cropped.layers, copy_of, strict=True):  # as if a call of ours had quantised them
             held.fill(layer.keys, layer.values, keep + rejected)
             held.seen(layer.keys, layer.values)
-    cropped.crop(-rejected)
+    crop(cropped, rejected)
     tail = prompt(2, 6, seed=6)
     torch.testing.assert_close(steps(served, tail, cropped), steps(served, tail, clean), **SAME)
     # One long call as well: it passes the end of the page that was cropped.
@@ -267,7 +269,7 @@ def test_overflow_is_refused_before_anything_changes(served, filled):
     check_refused(served, filled, prompt(2, 63), CacheLengthError, r"192 slots, 130 .*193 long")
     step(served, prompt(2, 62), filled)  # to the last slot
     check_refused(served, filled, TOKEN, CacheLengthError, r"192 slots, 192 .*193 long")
-    filled.crop(-1)
+    crop(filled, 1)
     check_next_step(served, filled, reimported=0)
 
 
