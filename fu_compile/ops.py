@@ -2,13 +2,13 @@
 
 Passes write these operators into graphs, lowerings run them; neither knows the other. There are two levels:
 
-*Recognised* operators stand for one piece of a Llama block with eager's own numerics, so a graph in which they replace
-the ATen nodes gives the eager result: ``rms_norm``, ``rotary``, ``swiglu``, ``residual``, ``qkv``, ``attention`` and the
-cache writes ``kv_write_``, ``kv_roll_``, ``kv_fill_``, ``kv_cat``.
+*Recognised* operators stand for one piece of a Llama block with eager's own numerics, so a graph in which they
+replace the ATen nodes gives the eager result: ``rms_norm``, ``rotary``, ``swiglu``, ``residual``, ``qkv``,
+``attention`` and the cache writes ``kv_write_``, ``kv_roll_``, ``kv_fill_``, ``kv_cat``.
 
 *Fused* operators are what kernels exist for: ``linear_exact | linear_bf16 | linear_fp8 | linear_int4`` with a prologue
 and an epilogue spelled as strings, and the attention side ``qkv_rope``, ``qkv_append``, ``attention_int4``,
-``attention_prefill``, ``kv_append_``, ``kv_dequantize``.
+``attention_prefill``, ``kv_store``, ``kv_append_``, ``kv_dequantize``.
 
 Shapes: B batch, S tokens of this call, L cache slots, Hq query heads, Hkv key/value heads, D head_dim, R rotated
 columns (R <= D), N output and K input features, P pages of 64 tokens.
@@ -102,6 +102,8 @@ SCHEMAS: dict[str, str] = {
         f"(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, {_STORE_READ}, {_TABLES}, Tensor position,"
         " Tensor? mask, float scale, bool fresh) -> Tensor"
     ),
+    # An empty store for a cache that a graph makes itself.  keys: [B, Hkv, L, D] -> k_codes, k_scales, v_codes, ...
+    "kv_store": "(Tensor keys) -> (Tensor, Tensor, Tensor, Tensor)",
     # The cache on its own: quantise the pages first..last-1 of keys, values: [B, Hkv, L, D] into the store.
     "kv_append_": f"(Tensor keys, Tensor values, {_STORE}, {_TABLES}, int first, int last) -> ()",
     # codes: [B, Hkv, P, 64, D/2], scales: [B, Hkv, P, 64] -> [B, Hkv, pages*64, D] f32; with mean and balance (keys)
@@ -159,6 +161,15 @@ def _nothing(*args: object, **kwargs: object) -> None:
     return None
 
 
+def _kv_store(keys: Tensor) -> tuple[Tensor, ...]:
+    b, h, length, d = keys.shape
+    pages = (length + PAGE - 1) // PAGE
+    codes, scales = (b, h, pages, PAGE, d // 2), (b, h, pages, PAGE)
+    return tuple(
+        keys.new_empty(shape, dtype=dtype) for shape, dtype in ((codes, torch.uint8), (scales, torch.float16)) * 2
+    )
+
+
 def _kv_cat(past: Tensor | None, x: Tensor) -> Tensor:
     length = x.shape[2] + (0 if past is None else past.shape[2])
     return x.new_empty((x.shape[0], x.shape[1], length, x.shape[3]))
@@ -195,6 +206,7 @@ FAKES = {
     "qkv_append": lambda qkv, *args: _heads(qkv, *args[-3:]),
     "attention_int4": lambda qkv, *args: qkv.new_empty((qkv.shape[0], qkv.shape[1], args[-3] * args[-1])),
     "attention_prefill": lambda q, *args: q.new_empty((q.shape[0], q.shape[2], q.shape[1] * q.shape[3])),
+    "kv_store": _kv_store,
     "kv_append_": _nothing,
     "kv_dequantize": lambda codes, scales, mean, balance, pages: codes.new_empty(
         (codes.shape[0], codes.shape[1], pages * PAGE, codes.shape[-1] * 2), dtype=torch.float32

@@ -268,6 +268,21 @@ def record_of(model: torch.nn.Module) -> ModelReport | None:
     return None
 
 
+def records_of(model: torch.nn.Module) -> list[ModelReport]:
+    """The newest record of ``model`` and those of its pieces with the same options: where Dynamo cuts a model (dynamic
+    RoPE) nothing but the parameters tells that the pieces belong together."""
+    newest = record_of(model)
+    if newest is None:
+        return []
+    owned = {id(p) for p in model.parameters()}
+    return [
+        r
+        for r in _records
+        if r is newest
+        or (r.options == newest.options and any((o := ref()) is not None and id(o) in owned for ref in r.ties))
+    ]
+
+
 # ---- what a user gets ----------------------------------------------------------------------------------------------
 
 
@@ -331,12 +346,12 @@ def report(model: torch.nn.Module | None = None) -> Report:
     if model is None:
         return Report(_records)
     model = unwrap(model)
-    record = record_of(model)
+    records = records_of(model)
     nothing = (
         f"no call of this {type(model).__name__} has reached backend 'futransformer' yet;"
         " print(fu_compile.doctor(model)) says whether one will"
     )
-    return Report([record] if record else [], nothing)
+    return Report(records, nothing)
 
 
 def unwrap(model: Any) -> torch.nn.Module:

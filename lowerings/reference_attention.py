@@ -229,6 +229,12 @@ def _attend(
     return y.masked_fill(~sees.any(-1, keepdim=True), 0.0)
 
 
+def kv_store(keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The empty store of a cache keys: [B, Hkv, L, D]."""
+    b, h, length, d = keys.shape
+    return formats.kv_store(b, h, length, d, keys.device)
+
+
 def kv_append_(
     keys: Tensor,
     values: Tensor,
@@ -264,6 +270,7 @@ LAUNCH = {
     "qkv_append": qkv_append,
     "attention_int4": attention_int4,
     "attention_prefill": attention_prefill,
+    "kv_store": kv_store,
     "kv_append_": kv_append_,
     "kv_dequantize": kv_dequantize,
 }

@@ -18,8 +18,6 @@ the length of the cache may be symbolic: one graph serves caches of every length
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 
@@ -28,7 +26,7 @@ from ..caches import KVSpec
 from ..capture import same
 from . import Context, layer_of
 from .linears import is_op
-from .matching import insert, outputs, value
+from .matching import insert, outputs
 
 aten = torch.ops.aten
 NAME = "redirect_kv"
@@ -89,25 +87,6 @@ def _match(ctx: Context, node: fx.Node) -> str | tuple[fx.Node, fx.Node, fx.Node
     return rope, writes[0], writes[1]
 
 
-def _pages(gm: fx.GraphModule, keys: fx.Node, length: object) -> object:
-    """Pages of a cache of ``length`` slots: a number, a symbolic size, or the node that computes it before ``keys``."""
-    if not isinstance(length, fx.Node):
-        return (length + ops.PAGE - 1) // ops.PAGE  # type: ignore[operator]
-    for operation, operand in ((operator.add, ops.PAGE - 1), (operator.floordiv, ops.PAGE)):
-        with gm.graph.inserting_before(keys):
-            node = gm.graph.call_function(operation, (length, operand))
-        node.meta = {**keys.meta, "val": operation(value(length), operand)}
-        length = node
-    return length
-
-
-def _zeros(gm: fx.GraphModule, keys: fx.Node, sizes: list, dtype: torch.dtype) -> fx.Node:
-    with gm.graph.inserting_after(keys):
-        node = gm.graph.call_function(aten.new_zeros.default, (keys, sizes), {"dtype": dtype})
-    node.meta = {**keys.meta, "val": value(keys).new_zeros([value(s) for s in sizes], dtype=dtype)}
-    return node
-
-
 def _rewrite(
     gm: fx.GraphModule, ctx: Context, node: fx.Node, rope: fx.Node, write_k: fx.Node, write_v: fx.Node, *, index: int
 ) -> KVSpec:
@@ -117,16 +96,13 @@ def _rewrite(
     val = keys.meta["val"]
     kv_heads, dim = val.shape[1], val.shape[3]
     created = keys.op != "placeholder"
-    batch, _, length, _ = keys.args[0] if created else val.shape
-    pages = _pages(gm, keys, length)
-    store = []
-    for i, (last, dtype) in enumerate((((dim // 2,), torch.uint8), ((), torch.float16)) * 2):
-        shape = (batch, kv_heads, pages, ops.PAGE, *last)
-        if created:
-            new = _zeros(gm, keys, list(shape), dtype)
-        else:
-            new = ctx.placeholder(gm, f"kv_{index}_{i}", val, shape, dtype)
-        store.append(new)
+    if created:
+        store = outputs(gm, insert(gm, write_k, "kv_store", (keys,), like=keys), 4)
+    else:
+        batch, _, length, _ = val.shape
+        rows = (batch, kv_heads, (length + ops.PAGE - 1) // ops.PAGE, ops.PAGE)
+        shapes = ((*rows, dim // 2), torch.uint8), (rows, torch.float16)
+        store = [ctx.placeholder(gm, f"kv_{index}_{i}", val, *shape) for i, shape in enumerate(shapes * 2)]
     tables = [ctx.placeholder(gm, f"kv_{index}_{4 + i}", val, (kv_heads, dim), torch.float32) for i in range(2)]
     cache = (keys, values, *store, *tables, position)
     if ctx.decision.phase.value == "decode":

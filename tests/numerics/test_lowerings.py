@@ -133,6 +133,7 @@ def samples():
     yield "attention_int4", (*rope, keys, values, *store, *tables, position, None, 0.3, *heads)
     q, k, v = fu.qkv_rope(*rope, *heads)
     yield "attention_prefill", (q, k, v, keys, values, *store, *tables, position, None, 0.3, False)
+    yield "kv_store", (keys,)
     yield "kv_append_", (keys, values, *store, *tables, 0, 1)
     yield "kv_dequantize", (store[0], store[1], *tables, 1)
     yield "kv_dequantize", (store[2], store[3], None, None, 2)
