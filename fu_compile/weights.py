@@ -111,7 +111,7 @@ class PackSpec:
 def key_tables(spec: KVSpec, sources: Sequence[Tensor], inv_freq: Tensor | None) -> tuple[Tensor, Tensor]:
     """Key mean and balance of a layer, [Hkv, D] float32 each, before any calibration.
 
-    Without a k_proj bias: zeros and ones. With one, the mean is that of the rotated bias over positions, and the balance
+    Without a k_proj bias: zeros and ones. With one, the mean is that of the rotated bias over positions, the balance
     is quant.md's (E k^2 / E q^2)^(1/4), equal on RoPE pairs, with the second moments that the bias and unit-variance
     inputs give: b^2 + |w|^2 per row.
     """

@@ -1,8 +1,8 @@
 """The graph passes: one file, one rewrite.
 
-A pass is a module with a docstring that shows before -> after, and ``run(gm, ctx)`` that rewrites ``gm.graph`` in place.
-It tells ``ctx`` what fired and what nearly did: the node and the first precondition that failed. A pass knows graphs
-and ``fu_compile.ops``; it never knows a kernel.
+A pass is a module with a docstring that shows before -> after, and ``run(gm, ctx)`` that rewrites ``gm.graph`` in
+place. It tells ``ctx`` what fired and what nearly did: the node and the first precondition that failed. A pass knows
+graphs and ``fu_compile.ops``; it never knows a kernel.
 
 ``RECOGNISE`` gives every piece of a Llama block its name and keeps eager's numerics; ``REWRITE`` applies the decision.
 """

@@ -5,8 +5,8 @@ Before -> after (``ctx.data["fold_gain"]`` then maps the node to the gain that i
     linear_exact(x, [w], .., norm=g, "rms")    ->    linear_exact(x, [w], .., norm=None, "rms")
 
 The product is computed in float32 when the weight is packed, before it is quantised, into the packed copy: the user's
-parameters keep their values, so a tied head and an embedding may share them, and a gain of zero is as good as any other.
-Preconditions: a packed precision (``exact`` keeps eager's order of roundings), and the gain is a parameter of the model.
+parameters keep their values, so a tied head and an embedding may share them, and a gain of zero is as good as any
+other. Preconditions: a packed precision (``exact`` keeps eager's order of roundings), and the gain is a parameter.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch import fx
 from .. import ops
 from . import Context
 from .linears import is_op
-from .matching import insert
+from .matching import PreconditionError, insert
 
 aten = torch.ops.aten
 NAME = "fuse_epilogue"
@@ -32,10 +32,12 @@ NAME = "fuse_epilogue"
 def run(gm: fx.GraphModule, ctx: Context) -> None:
     """Fuses the epilogues of ``gm`` in place."""
     for node in list(gm.graph.nodes):
-        if is_op(node, "swiglu"):
-            _swiglu(gm, ctx, node)
-        elif is_op(node, "residual"):
-            _residual(gm, ctx, node)
+        for name, fuse in (("swiglu", _swiglu), ("residual", _residual)):
+            if is_op(node, name):
+                try:
+                    ctx.fired(NAME, fuse(gm, node), name)
+                except PreconditionError as refused:
+                    ctx.missed(NAME, node, str(refused))
 
 
 def _halves(gate: fx.Node, up: fx.Node) -> fx.Node | str:
@@ -57,48 +59,48 @@ def _halves(gate: fx.Node, up: fx.Node) -> fx.Node | str:
     return "gate and up are no projections of one input"
 
 
-def _swiglu(gm: fx.GraphModule, ctx: Context, node: fx.Node) -> None:
+def _swiglu(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
     gate, up = node.args
     if is_op(gate, "linear_exact") and is_op(up, "linear_exact"):
         if len(gate.users) != 1 or len(up.users) != 1:
-            return ctx.missed(NAME, node, "gate or up is also read by something else")
+            raise PreconditionError("gate or up is also read by something else")
         x, wg, bg, norm, res, eps, scale, prologue, epilogue = gate.args
         xu, wu, bu, norm_u, res_u, eps_u, _, prologue_u, epilogue_u = up.args
         if (x, norm, eps, prologue) != (xu, norm_u, eps_u, prologue_u):
-            return ctx.missed(NAME, node, "gate and up do not share input and norm")
+            raise PreconditionError("gate and up do not share input and norm")
         if res or res_u or epilogue != epilogue_u or bool(bg) != bool(bu):
-            return ctx.missed(NAME, node, "gate and up have different epilogues")
+            raise PreconditionError("gate and up have different epilogues")
         if wg[0].meta["val"].shape != wu[0].meta["val"].shape or len(wg) != 1 or len(wu) != 1:
-            return ctx.missed(NAME, node, "gate and up have different shapes")
+            raise PreconditionError("gate and up have different shapes")
         weights, biases = [*wg, *wu], [*bg, *bu]
     else:
         whole = _halves(gate, up)
         if isinstance(whole, str) or not is_op(whole, "linear_exact"):
-            return ctx.missed(NAME, node, whole if isinstance(whole, str) else "gate and up come from no projection")
+            raise PreconditionError(whole if isinstance(whole, str) else "gate and up come from no projection")
         x, weights, biases, norm, res, eps, scale, prologue, epilogue = whole.args
         if res or len(weights) != 1:
-            return ctx.missed(NAME, node, "the gate_up projection already has an epilogue")
+            raise PreconditionError("the gate_up projection already has an epilogue")
     fused = ops.epilogue(*filter(None, epilogue.split("|")), "swiglu")
     new = insert(gm, node, "linear_exact", (x, weights, biases, norm, None, eps, scale, prologue, fused))
     node.replace_all_uses_with(new)
     gm.graph.erase_node(node)
-    ctx.fired(NAME, new, "swiglu")
+    return new
 
 
-def _residual(gm: fx.GraphModule, ctx: Context, node: fx.Node) -> None:
+def _residual(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
     stream, y, scale = node.args
     if not is_op(y, "linear_exact"):
-        return ctx.missed(NAME, node, f"{y.name} is no projection")
+        raise PreconditionError(f"{y.name} is no projection")
     x, weights, biases, norm, res, eps, _, prologue, epilogue = y.args
     if len(y.users) != 1:
-        return ctx.missed(NAME, node, "the projection is also read by something else")
+        raise PreconditionError("the projection is also read by something else")
     if res is not None or "swiglu" in epilogue:
-        return ctx.missed(NAME, node, f"the projection already has the epilogue {epilogue}")
+        raise PreconditionError(f"the projection already has the epilogue {epilogue}")
     if stream.meta["val"].dtype != y.meta["val"].dtype:
-        return ctx.missed(NAME, node, f"the stream is {stream.meta['val'].dtype}, the projection {y.meta['val'].dtype}")
+        raise PreconditionError(f"the stream is {stream.meta['val'].dtype}, the projection {y.meta['val'].dtype}")
     fused = ops.epilogue(*filter(None, epilogue.split("|")), "residual")
     new = insert(gm, node, "linear_exact", (x, weights, biases, norm, stream, eps, scale, prologue, fused), like=y)
     node.replace_all_uses_with(new)
     gm.graph.erase_node(node)
     gm.graph.erase_node(y)
-    ctx.fired(NAME, new, "residual")
+    return new

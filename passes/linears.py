@@ -19,7 +19,7 @@ def is_op(node: object, name: str) -> bool:
 def weight_name(ctx: Context, weight: fx.Node, layer: str = "") -> str:
     """Module path of the projection that owns ``weight``: its parameter path without ``.weight``."""
     path = ctx.path(weight)
-    tied = path.endswith("embed_tokens.weight") or path.endswith("wte.weight")
+    tied = path.endswith(("embed_tokens.weight", "wte.weight"))
     return layer if (tied and layer) or not path else path.removesuffix(".weight")
 
 
