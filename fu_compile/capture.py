@@ -58,6 +58,8 @@ class Captured:
     """Wall time of the capture, clean-up included."""
     cleaned: dict[str, int] = field(default_factory=dict)
     """Nodes removed by each clean-up step."""
+    autocast: bool = False
+    """Whether any operator runs under autocast, around the graph or inside it: dtypes then depend on that context."""
 
     def find(self, path: str) -> Input:
         """The input of this path (KeyError with the closest one when there is none)."""
@@ -87,14 +89,50 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Captured:
 
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         values = [fake_mode.from_tensor(v) if isinstance(v, Tensor) else v for v in values]
+    tracer = _Tracer(gm)
     with fake_mode, torch.fx.traceback.preserve_node_meta():
-        traced = make_fx(torch.fx.Interpreter(gm).run, pre_dispatch=True)(*values)
+        traced = make_fx(tracer.run, pre_dispatch=True)(*values)
     inputs = _inputs(placeholders, values)
     _name_placeholders(traced, inputs)
     cleaned = clean(traced)
     names = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
     inputs = [Input(name, i.index, i.kind, i.path) for name, i in zip(names, inputs, strict=True)]
-    return Captured(traced, inputs, time.perf_counter() - start, cleaned)
+    return Captured(traced, inputs, time.perf_counter() - start, cleaned, tracer.autocast)
+
+
+class _Tracer(fx.Interpreter):
+    """Runs Dynamo's graph for ``make_fx`` with its autocast regions in force.
+
+    ``make_fx`` writes the switches of a region down without obeying them, so dtypes inside would be those without autocast
+    and a cast behind the region would look like a no-op.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+        self._before: list[tuple[str, bool, torch.dtype]] = []
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is _ENTER:
+            device, dtype, enabled = (*args, *kwargs.values())[:3]
+            self._before.append((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+            self._switch(device, enabled, dtype or torch.get_autocast_dtype(device))
+            self.autocast |= bool(enabled)
+        elif target is _EXIT and self._before:
+            self._switch(*self._before.pop())
+        return super().call_function(target, args, kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            while self._before:
+                self._switch(*self._before.pop())
+
+    @staticmethod
+    def _switch(device: str, enabled: bool, dtype: torch.dtype) -> None:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
 
 
 def clean(gm: fx.GraphModule) -> dict[str, int]:
@@ -157,9 +195,9 @@ def source_path(source: str) -> str:
     >>> source_path("L['kwargs']['cache'].layers[0].keys")
     'cache.layers.0.keys'
     """
-    text = _CALL.sub(r".size.\1", source)
-    text = re.sub(r"^(L\['(args)'\]\[\d+\]|L\['self'\])", "", text)
-    text = re.sub(r"\.size\.(\d+)$", r".size['\1']", text)
+    text = _CALL.sub(r".size['\1']", source)
+    text = re.sub(r"^L\['args'\]\[(\d+)\](?!\.)", r"L['arg']['\1']", text)  # a positional argument of the call
+    text = re.sub(r"^(L\['args'\]\[\d+\]|L\['self'\])", "", text)
     steps = [a or b or c for a, b, c in _STEP.findall(text)]
     kept = [step for step in steps if step not in _PLUMBING]
     return ".".join(kept) if kept else source
@@ -274,7 +312,7 @@ class Aliases:
                 continue
             if argument.alias_info.is_write and node.target not in (aten.detach_.default, aten.dropout_.default):
                 self.written.add(self.root(actual))
-            if argument.alias_info.before_set & returned:
+            if argument.alias_info.before_set & returned or "*" in argument.alias_info.after_set:
                 self._root[node] = self.root(actual)
         # composite operators that alias without saying so in their schema
         if node.target in (aten.reshape.default, aten.contiguous.default, aten.dropout.default, aten.type_as.default):

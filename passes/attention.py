@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fu_compile.capture import same
+from fu_compile.capture import same, value
 
 from . import Context, layer_of
 from .eager_attention import Parts, eager, own_heads
@@ -33,6 +33,8 @@ from .matching import (
     calls,
     insert,
     is_tensor,
+    name_of_dtype,
+    one_region,
     replace,
     shape,
     sole_user,
@@ -60,12 +62,14 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
             parts = _sdpa(node) if calls(node, SDPA) else eager(node)
             if parts is None:
                 continue
+            if not one_region(gm, parts.first, parts.out):
+                raise PreconditionError("something is written in place between the two products")
             flat = _check(parts)
         except PreconditionError as refused:
             ctx.missed(NAME, node, str(refused))
             continue
         args = (parts.q, parts.k, parts.v, parts.mask, parts.scale, parts.causal)
-        new = insert(gm, flat, NAME, args, like=node)
+        new = insert(gm, parts.out, NAME, args, like=node)
         replace(flat, new)
         if parts.mask is None:
             mask = Mask("causal" if parts.causal else "none")
@@ -87,7 +91,7 @@ def _sdpa(node: fx.Node) -> Parts:
         raise PreconditionError("the queries are not [B, H, S, D]")
     scale = 1 / math.sqrt(shape(q)[-1]) if scale is None else float(scale)
     mask, causal = argument(node, 3, "attn_mask"), bool(argument(node, 5, "is_causal", False))
-    return Parts(*own_heads(q, k, v), mask, scale, causal, node)  # type: ignore[arg-type]
+    return Parts(*own_heads(q, k, v), mask, scale, causal, node, node)  # type: ignore[arg-type]
 
 
 def _check(p: Parts) -> fx.Node:
@@ -97,6 +101,9 @@ def _check(p: Parts) -> fx.Node:
         raise PreconditionError(f"values have {shape(p.v)[-1]} columns, queries {d}")
     if not same(shape(p.v)[1], kv_heads) or not same(q_heads % kv_heads, 0):
         raise PreconditionError(f"{q_heads} query heads do not share {kv_heads} key heads evenly")
+    dtypes = [name_of_dtype(value(n).dtype) for n in (p.q, p.k, p.v, p.out)]
+    if len(set(dtypes)) != 1:
+        raise PreconditionError(f"queries, keys, values and result are {', '.join(dtypes)}")
     if p.causal and p.mask is not None:
         raise PreconditionError("both a mask and is_causal are given")
     if p.causal and not same(s, keys):

@@ -27,6 +27,8 @@ class Parts:
     causal: bool
     out: fx.Node
     """The [B, H, S, D] result."""
+    first: fx.Node
+    """The first node that reads an operand."""
 
 
 def own_heads(q: object, k: object, v: object) -> tuple[fx.Node, fx.Node, fx.Node]:
@@ -87,7 +89,7 @@ def eager(softmax: fx.Node) -> Parts | None:
     q, k, v = own_heads(q, transposed.args[0], readers[0].args[1])  # type: ignore[union-attr]
     if value(readers[0]).dtype != value(q).dtype:
         raise PreconditionError("the weights are not cast back to the dtype of the queries")
-    return Parts(q, k, v, mask, scale, False, readers[0])  # type: ignore[arg-type]
+    return Parts(q, k, v, mask, scale, False, readers[0], scores)  # type: ignore[arg-type]
 
 
 def _path(first: fx.Node, final: fx.Node) -> list[fx.Node]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fu_compile.capture import is_mutation, same, same_shape, value
+from fu_compile.capture import Aliases, is_mutation, same, same_shape, value
 
 from .matching import aten, calls, is_tensor, name_of_dtype, shape
 
@@ -22,7 +22,7 @@ def fits(cache: fx.Node, x: fx.Node) -> str | None:
     return None
 
 
-def window(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple, str | None]:
+def window(gm: fx.GraphModule, node: fx.Node, aliases: Aliases) -> tuple[str, tuple, str | None]:
     """Kind and arguments of the write that a ``copy_`` is; an empty kind for others, with a reason for a near miss."""
     cache, source = node.args[:2]
     if not is_tensor(cache, 4) or not is_tensor(source, 4):
@@ -35,7 +35,7 @@ def window(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple, str | None]:
             return "", (), "the new token does not go to the last slot"
         if len(source.users) != 1 or set(roll.users) != {source}:  # type: ignore[union-attr]
             return "", (), "the rolled window has other readers"
-        if reason := _touched(gm, roll, node, (cache, x)):
+        if reason := _touched(roll, node, aliases, (cache, x)):
             return "", (), reason
         return ("roll", (cache, x), None) if (r := fits(cache, x)) is None else ("", (), r)
     length = shape(cache)[2]
@@ -68,11 +68,12 @@ def constant(gm: fx.GraphModule, node: fx.Node) -> list | None:
     return tensor.tolist()
 
 
-def _touched(gm: fx.GraphModule, first: fx.Node, last: fx.Node, watched: tuple) -> str | None:
-    """A sentence when something between two nodes writes to one of the watched tensors."""
+def _touched(first: fx.Node, last: fx.Node, aliases: Aliases, watched: tuple[fx.Node, ...]) -> str | None:
+    """A sentence when something between two nodes writes to the memory of one of the watched tensors."""
+    roots = {aliases.root(n) for n in watched}
     node = first.next
     while node is not last:
-        if is_mutation(node) and node.args and node.args[0] in watched:
-            return "the window is written between the roll and the copy"
+        if is_mutation(node) and node.args and aliases.root(node.args[0]) in roots:  # type: ignore[arg-type]
+            return "the window or the new token is written between the roll and the copy"
         node = node.next
     return None

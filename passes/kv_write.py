@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fu_compile.capture import same, value
+from fu_compile.capture import Aliases, same, value
 
 from . import Context, layer_of
 from .kv_window import fits, window
@@ -56,10 +56,11 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
     """Recognises every cache write of ``gm`` and leaves the records in ``ctx.data["kv_write"]``."""
     written: list[tuple[fx.Node, str]] = []
     targets = (aten.copy_.default, aten.index_copy_.default, aten.index_put_.default, aten.cat.default)
+    aliases = Aliases(gm.graph)
     for node in anchors(gm, *targets):
-        if node._erased or node.meta.get("fu_rolled"):
+        if node._erased:
             continue
-        kind, args, reason = _read(gm, node)
+        kind, args, reason = _read(gm, node, aliases)
         if reason:
             ctx.missed(NAME, node, reason)
         if not kind:
@@ -81,7 +82,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
     ctx.data[NAME] = _records(written)
 
 
-def _read(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple, str | None]:
+def _read(gm: fx.GraphModule, node: fx.Node, aliases: Aliases) -> tuple[str, tuple, str | None]:
     """Kind and arguments of the write that ``node`` is; or an empty kind, with a reason where it is a near miss."""
     if calls(node, aten.index_copy_.default):
         cache, dim, position, x = node.args
@@ -95,7 +96,7 @@ def _read(gm: fx.GraphModule, node: fx.Node) -> tuple[str, tuple, str | None]:
             return "", (), "the cache is written at several indices or summed into"
         return _write(cache, dims[0], indices[dims[0]], x)  # type: ignore[arg-type, index]
     if calls(node, aten.copy_.default):
-        return window(gm, node)
+        return window(gm, node, aliases)
     return _cat(gm, node)
 
 

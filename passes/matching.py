@@ -53,9 +53,14 @@ def find(gm: fx.GraphModule, patterns: Sequence[CallFunction | CallFunctionVarAr
                 if node in matches:
                     continue
                 match = pattern.match(node)
-                if is_match(match) and len({get_mutation_region_id(gm.graph, n) for n in match.nodes}) == 1:
+                if is_match(match) and one_region(gm, *match.nodes):
                     matches[node] = match
     return [matches[node] for node in sorted(matches)]
+
+
+def one_region(gm: fx.GraphModule, *nodes: fx.Node) -> bool:
+    """Whether nothing is written in place between the first and the last of the nodes."""
+    return len({get_mutation_region_id(gm.graph, n) for n in nodes}) == 1
 
 
 def anchors(gm: fx.GraphModule, *targets: object) -> list[fx.Node]:
@@ -121,7 +126,7 @@ def insert_call(
 ) -> fx.Node:
     """Like ``insert`` for any operator."""
     with gm.graph.inserting_before(before):
-        node = gm.graph.call_function(target, args)
+        node = gm.graph.create_node("call_function", target, args, name=ops.name_of(target))
     _describe(node, like or before)
     return node
 

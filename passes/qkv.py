@@ -14,12 +14,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from fu_compile.capture import same, value
 
 from . import Context
-from .matching import FLATTEN, PreconditionError, anchors, aten, calls, insert, is_tensor, last, outputs, replace, shape
+from .matching import (
+    FLATTEN,
+    PreconditionError,
+    anchors,
+    aten,
+    calls,
+    insert,
+    is_tensor,
+    last,
+    name_of_dtype,
+    one_region,
+    outputs,
+    replace,
+    shape,
+)  # fmt: skip
 
 NAME = "qkv"
 WRITES = ("kv_write_", "kv_roll_", "kv_fill_")
@@ -48,11 +63,11 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
             sources = [_source(a, attention, writes, order) for a in attention.args[:3]]
             found = [_projection(s, name) for s, name in zip(sources, ("queries", "keys", "values"), strict=True)]
             args = _arguments(found)
+            place = _place(gm, found, args, order)
         except PreconditionError as refused:
             ctx.missed(NAME, attention, str(refused))
             continue
-        first = min((p.linear for p in found), key=order.__getitem__)
-        new = insert(gm, first, NAME, args)
+        new = insert(gm, place, NAME, args)
         for p, item in zip(found, outputs(gm, new, 3), strict=True):
             replace(p.heads, item)
         ctx.fired(NAME, new)
@@ -113,6 +128,19 @@ def _projection(heads: fx.Node, name: str) -> _Projection:
     return _Projection(heads, linear, start, norm)  # type: ignore[arg-type]
 
 
+def _place(gm: fx.GraphModule, found: list[_Projection], args: tuple, order: dict[fx.Node, int]) -> fx.Node:
+    """The first of the linears that stands behind every argument and in front of every reader of the heads."""
+    linears = sorted({p.linear for p in found}, key=order.__getitem__)
+    if not one_region(gm, *linears):
+        raise PreconditionError("something is written in place between the projections")
+    made = max(order[a] for a in torch.utils._pytree.tree_leaves(args) if isinstance(a, fx.Node))
+    read = min(order[u] for p in found for u in p.heads.users if u in order)
+    place = next((n for n in linears if made < order[n] < read), None)
+    if place is None:
+        raise PreconditionError("a projection is read before the weights of the others are there")
+    return place
+
+
 def _say(node: object) -> str:
     return str(node.target if isinstance(node, fx.Node) and node.op == "call_function" else node)
 
@@ -144,6 +172,7 @@ def _arguments(found: list[_Projection]) -> tuple:
         raise PreconditionError("only some of the projections have a bias")
     norms = [p.norm.args[1] if p.norm is not None else None for p in (q, k)]
     eps = float(q.norm.args[2]) if q.norm is not None else 0.0  # type: ignore[arg-type]
-    if value(q.heads).dtype != value(q.linear).dtype:
-        raise PreconditionError("the norms change the dtype of the queries")
+    x = value(q.linear.args[0]).dtype
+    if other := next((value(p.heads).dtype for p in found if value(p.heads).dtype != x), None):
+        raise PreconditionError(f"x is {name_of_dtype(x)}, its projections are {name_of_dtype(other)} (autocast)")
     return (q.linear.args[0], [n.args[1] for n in linears], biases, *norms, eps, q_heads, kv_heads, head_dim)

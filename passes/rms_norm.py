@@ -31,6 +31,7 @@ from .matching import (
     insert_call,
     last,
     name_of_dtype,
+    one_region,
     replace,
     shape,
     sole_user,
@@ -104,6 +105,8 @@ def _rewrite(gm: fx.GraphModule, ctx: Context, match: Match) -> str | None:
         if reason:
             return reason
         out = out if weight is None else user
+    if not one_region(gm, match.output_node(), out):  # type: ignore[arg-type]
+        return "something is written in place between the norm and its gain"
     new = insert(gm, out, NAME, (x, weight, float(match.kwargs["eps"])))
     if value(new).dtype != value(out).dtype:
         gm.graph.erase_node(new)

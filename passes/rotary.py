@@ -22,7 +22,21 @@ from torch._inductor.pattern_matcher import MULTIPLE, CallFunction, CallFunction
 from fu_compile.capture import same, value
 
 from . import Context
-from .matching import FLATTEN, arg, aten, calls, find, insert, is_tensor, last, name_of_dtype, replace, shape, sole_user
+from .matching import (
+    FLATTEN,
+    arg,
+    aten,
+    calls,
+    find,
+    insert,
+    is_tensor,
+    last,
+    name_of_dtype,
+    one_region,
+    replace,
+    shape,
+    sole_user,
+)  # fmt: skip
 
 NAME = "rotary"
 END = 9223372036854775807
@@ -67,7 +81,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
             continue
         x, out = match.kwargs["x"], node
         cat = sole_user(node)
-        if _is_partial(x, node, cat):
+        if _is_partial(x, node, cat) and one_region(gm, node, cat):  # type: ignore[arg-type]
             x, out = x.args[0], cat  # type: ignore[assignment]
         new = insert(gm, out, NAME, (x, match.kwargs["cos"].args[0], match.kwargs["sin"].args[0]), like=node)
         replace(out, new)
