@@ -115,7 +115,7 @@ def check(model: torch.nn.Module) -> None:
             raise MetaParameterError(f"parameter {name} is on the meta device", where=name)
         if parameter.is_floating_point() and parameter.dtype not in DTYPES:
             raise DtypeError(f"parameter {name} is {parameter.dtype}", where=name)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None and getattr(config, "num_attention_heads", None):
         head_dim = config.hidden_size // config.num_attention_heads
@@ -184,13 +184,13 @@ def keep_kv(captured: Captured, example_inputs: Sequence[Any]) -> dict[str, str]
     from .weights import key_risk
 
     kept = {}
-    parameters = {i.name: example_inputs[i.index] for i in captured.inputs if i.kind == "parameter"}
+    parameters: dict[str, Any] = {i.name: example_inputs[i.index] for i in captured.inputs if i.kind == "parameter"}
     for node in captured.gm.graph.nodes:
         if ops.name_of(node.target) != "qkv":
             continue
-        weights, biases = ([parameters.get(n.name) for n in nodes] for nodes in node.args[1:3])
+        weights, biases = ([parameters.get(n.name, n) for n in nodes] for nodes in node.args[1:3])
         norm = None if node.args[4] is None else parameters.get(node.args[4].name)
-        if all(isinstance(t, Tensor) for t in (*weights, *biases)):
+        if all(isinstance(t, Tensor) and not t.is_meta for t in (*weights, *biases)):
             reason = key_risk(weights, biases, norm, node.args[-3:])
             if reason:
                 kept[passes.layer_of(node).rpartition(".")[0]] = reason
@@ -200,7 +200,6 @@ def keep_kv(captured: Captured, example_inputs: Sequence[Any]) -> dict[str, str]
 def describe(captured: Captured, ctx: passes.Context, options: Options, index: int) -> GraphReport:
     """The report of a rewritten graph."""
     decision = ctx.decision
-    assert decision is not None
     report = GraphReport(
         index=index,
         phase=decision.phase.value,
@@ -355,13 +354,13 @@ def compile_rest(
     from torch._inductor.compile_fx import compile_fx
 
     if example_inputs is not None:
-        return compile_fx(gm, list(example_inputs))
+        return compile_fx(gm, list(example_inputs))  # type: ignore[return-value]
     values = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     fake_mode = next(v.fake_mode for v in values if hasattr(v, "fake_mode"))
     # The graph's fake tensors belong to Dynamo's first fake mode, the current tracing context to its second; both share
     # one ShapeEnv, so guards that Inductor adds still reach Dynamo.
     with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
-        return compile_fx(gm, values)
+        return compile_fx(gm, values)  # type: ignore[return-value]
 
 
 def has_compiler() -> bool:

@@ -27,6 +27,9 @@ weight). ``epilogue`` is the ``|``-joined sub-sequence of ``bias``, ``swiglu``, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -175,7 +178,7 @@ def _kv_cat(past: Tensor | None, x: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[1], length, x.shape[3]))
 
 
-FAKES = {
+FAKES: dict[str, Callable[..., Any]] = {
     "rms_norm": lambda x, weight, eps: (
         torch.empty_like(x)
         if weight is None

@@ -59,16 +59,19 @@ class Lowering:
 
 _CUDA: dict[str, Any] = {"linear_int4": linear_int4_sm90, "linear_fp8": linear_fp8_sm90}
 
+
+def _candidates(name: str, reference: Callable[..., Any]) -> tuple[Lowering, ...]:
+    """The lowerings of one operator, in order of preference; the reference takes everything and stands last."""
+    found = []
+    if name in _CUDA:
+        found.append(Lowering("cuda", _CUDA[name].launch, ("cuda",), _CUDA[name].accepts))
+    if name in cpu_linear.LAUNCH:
+        found.append(Lowering("cpu", cpu_linear.LAUNCH[name], ("cpu",), cpu_linear.accepts))
+    return (*found, Lowering("reference", reference))
+
+
 TABLE: dict[str, tuple[Lowering, ...]] = {
-    name: (
-        *(Lowering("cuda", m.launch, ("cuda",), m.accepts) for n, m in _CUDA.items() if n == name),
-        *(
-            [Lowering("cpu", cpu_linear.LAUNCH[name], ("cpu",), cpu_linear.accepts)]
-            if name in cpu_linear.LAUNCH
-            else []
-        ),
-        Lowering("reference", launch),
-    )
+    name: _candidates(name, launch)
     for module in (reference_block, reference_linear, reference_attention)
     for name, launch in module.LAUNCH.items()
 }

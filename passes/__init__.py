@@ -56,7 +56,7 @@ class Event:
 class Context:
     """What the passes share for one graph, and what they report."""
 
-    decision: Decision | None = None
+    decision: Decision = None  # type: ignore[assignment]
     """The ``fu_compile.plan.Decision`` (rewrites only; recognising needs none)."""
     events: list[Event] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -68,6 +68,7 @@ class Context:
     """Placeholders that passes added behind Dynamo's own, in order."""
     extra_outputs: int = 0
     """Outputs that passes added behind the graph's own."""
+    _last: fx.Node | None = field(default=None, repr=False)
 
     @cached_property
     def by_name(self) -> dict[str, Input]:
@@ -90,7 +91,7 @@ class Context:
 
     def placeholder(self, gm: fx.GraphModule, name: str, like: Tensor, shape: Sequence[Any], dtype: dtype) -> fx.Node:
         """A new input behind all others, on the device of ``like``, that the runtime binds at every call."""
-        last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1] if not self.extra else self._last
+        last = self._last or [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
         with gm.graph.inserting_after(last):
             node = gm.graph.placeholder(name)
         node.meta["val"] = like.new_empty(tuple(shape), dtype=dtype)

@@ -60,11 +60,12 @@ def _pack(
         k=k,
     )
     like = values[0]
-    shapes = {
+    packed: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
         "bf16": [((n, k), like.dtype if like.dtype == torch.float16 else torch.bfloat16)],
         "fp8": [((n, k), torch.float8_e4m3fn), ((n,), torch.float32), ((formats.FP8_STATE,), torch.float32)],
         "int4": [((formats.int4_bytes(n, k, spec.group),), torch.uint8)],
-    }[precision] + [((n,), like.dtype)] * bool(biases)
+    }
+    shapes = packed[precision] + [((n,), like.dtype)] * bool(biases)
     tensors = [ctx.placeholder(gm, f"packed_{index}_{i}", like, s, dtype) for i, (s, dtype) in enumerate(shapes)]
     bias = tensors.pop() if biases else None
     common = (bias, residual, eps, scale, prologue, epilogue)
