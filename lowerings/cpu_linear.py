@@ -8,6 +8,8 @@ the epilogue, as in the uncompiled model; both are below the step of the 4 or 8 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from fu_compile.lowerings.dense import dense
@@ -87,4 +89,8 @@ def linear_fp8(
     return finish(y, steps, bias, residual, scale).to(x.dtype)
 
 
-LAUNCH = {"linear_bf16": linear_bf16, "linear_fp8": linear_fp8, "linear_int4": linear_int4}
+LAUNCH: dict[str, Callable[..., Tensor]] = {
+    "linear_bf16": linear_bf16,
+    "linear_fp8": linear_fp8,
+    "linear_int4": linear_int4,
+}
