@@ -397,6 +397,7 @@ def sign(done: Rewritten) -> Signature:
         limits=limits,
         tokens=tokens,
         names={i.index: i.path for i in ctx.inputs},
+        caches=[i.index for i in ctx.inputs if i.kind == "cache"],
     )
 
 

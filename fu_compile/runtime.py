@@ -56,6 +56,8 @@ class Signature:
     """Tokens per sequence of a call."""
     names: dict[int, str] = field(default_factory=dict)
     """Argument index -> path, for messages."""
+    caches: list[int] = field(default_factory=list)
+    """Arguments that belong to a cache: all that a graph may write to."""
 
 
 class Binding:
@@ -159,7 +161,8 @@ class CompiledGraph:
             constants = binding.constants
             if signature.kv:
                 copies = self._caches(args, binding, lengths[0][1] if lengths else None, extras)
-        out = self.inner(*[args[i] for i in signature.keep], *extras, *constants)
+        inner = self._outside if self._prefill and torch.is_inference_mode_enabled() else self.inner
+        out = inner(*[args[i] for i in signature.keep], *extras, *constants)
         for i, value in lengths:
             t = args[i]
             if not t.is_inference():
@@ -171,6 +174,17 @@ class CompiledGraph:
         counters[self._phase] += 1
         self.graph.calls += 1
         return out
+
+    def _outside(self, *inputs: Any) -> Sequence[Any]:
+        """Runs a prefill outside inference mode: the cache it makes can be reset anywhere, and its writes are counted.
+
+        Where a cache already consists of inference tensors, the mode stays: they can be written to nowhere else.
+        """
+        caches = set(self.signature.caches)
+        if any(i in caches and x.is_inference() for i, x in zip(self.signature.keep, inputs, strict=False)):
+            return self.inner(*inputs)
+        with torch.inference_mode(False), torch.no_grad():
+            return self.inner(*inputs)
 
     def measure(self, seen: set[int]) -> dict[str, int]:
         """Bytes held and FP8 calls saturated, leaving out tensors whose ids are in ``seen`` (and adding to it)."""

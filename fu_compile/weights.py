@@ -222,7 +222,8 @@ class WeightStore:
             self.repacks += 1
             del self._entries[full]
             del entry  # before packing: old and new are never held together
-        with torch.no_grad():
+        # Outside inference mode: calls of either mode read the constants, and FP8 states are written to.
+        with torch.inference_mode(False), torch.no_grad():
             entry = self._entries[full] = Entry(sources, make())
         return entry.tensors
 
