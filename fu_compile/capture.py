@@ -103,8 +103,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Captured:
 class _Tracer(fx.Interpreter):
     """Runs Dynamo's graph for ``make_fx`` with its autocast regions in force.
 
-    ``make_fx`` writes the switches of a region down without obeying them, so dtypes inside would be those without autocast
-    and a cast behind the region would look like a no-op.
+    ``make_fx`` writes the switches of a region down without obeying them, so dtypes inside would be those without
+    autocast and a cast behind the region would look like a no-op.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -158,14 +158,19 @@ def _fake_values(placeholders: Sequence[fx.Node], example_inputs: Sequence[objec
 
 def _inputs(placeholders: Sequence[fx.Node], values: Sequence[Any]) -> list[Input]:
     found = []
-    for index, (node, value) in enumerate(zip(placeholders, values, strict=True)):
-        source = getattr(node.meta.get("grapharg"), "source", None)
-        name = getattr(source, "name", None)
-        name = name() if callable(name) else name  # a method up to torch 2.11, a property after
+    names = [_source_name(node) for node in placeholders]
+    if any(name.startswith("L['args'][0].") for name in names):  # newer torch passes the module as the first argument
+        names = [re.sub(r"^L\['args'\]\[(\d+)\]$", lambda m: f"L['args'][{int(m[1]) - 1}]", name) for name in names]
+    for index, (node, value, name) in enumerate(zip(placeholders, values, names, strict=True)):
         path = source_path(name) if name else str(node.target)
-        kind = _kind(name or "", path, value) if isinstance(value, Tensor) else "size"
+        kind = _kind(name, path, value) if isinstance(value, Tensor) else "size"
         found.append(Input(str(node.target), index, kind, path))
     return found
+
+
+def _source_name(node: fx.Node) -> str:
+    name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    return str(name() if callable(name) else name)  # a method in older torch, a property in newer
 
 
 def _kind(source: str, path: str, value: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Small graphs for the pass tests: trace a function as the backend would, print it, rewrite it, compare it with eager."""
+"""Small graphs for the pass tests: trace a function as the backend would, print, rewrite, compare with eager."""
 
 from __future__ import annotations
 

@@ -62,12 +62,12 @@ def test_inputs(cache_kind):
     assert kinds["buffer"] == ["model.rotary_emb.inv_freq"]
     name = next(iter(cache_kwarg(None)))
     assert {f"{name}.layers.0.keys", f"{name}.layers.0.values"} <= set(kinds["cache"])
-    assert set(kinds["tensor"]) == {"arg.1", "position_ids"}  # what is passed by position has no name
+    assert set(kinds["tensor"]) == {"arg.0", "position_ids"}  # what is passed by position has no name
     placeholders = [n for n in captured.gm.graph.nodes if n.op == "placeholder"]
     assert [i.name for i in captured.inputs] == [n.name for n in placeholders]
     assert [i.index for i in captured.inputs] == list(range(len(placeholders)))
     assert captured.find("model.norm.weight").kind == "parameter"
-    with pytest.raises(KeyError, match="closest is 'model.norm.weight'"):
+    with pytest.raises(KeyError, match=r"closest is 'model\.norm\.weight'"):
         captured.find("model.norm.weights")
 
 

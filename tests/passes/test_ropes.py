@@ -49,7 +49,7 @@ def test_16_bits(family, dtype):
 )
 def test_masks_of_a_sliding_window(cache, padded, masks):
     m, contexts = model(config("mistral", num_hidden_layers=1)), []
-    call(rewritten(m, contexts, []), *prompt(padded), cache, steps=2)
+    call(rewritten(m, contexts, []), *prompt(padded), cache, steps=6)
     found = [{str(a.mask) for a in ctx.data["attention"]} for ctx in contexts]
     assert found[: len(masks)] == masks
 
