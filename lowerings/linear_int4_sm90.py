@@ -122,7 +122,7 @@ def _wide(n: int, k: int, group: int, tokens: int, sms: int, cluster: int) -> Co
     if tiles < cluster:
         return None
     share = ceil_div(strips, units)
-    each = 1 if tokens > 32 else 2
+    each = 1 if tokens > 32 or (tokens == 32 and group < 128) else 2  # as many strips as registers allow
     passes = ceil_div(share, each * (WARPS - 1))
     if cluster > 1 and passes > 1:
         return None
