@@ -77,7 +77,8 @@ SCHEMAS: dict[str, str] = {
     # weight: [N, K] in 16 bits (bfloat16, or float16 for a float16 model), the norm gain folded
     "linear_bf16": f"(Tensor x, Tensor weight, {_EPILOGUE}) -> Tensor",
     # weight: [N, K] e4m3, weight_scale: [N] f32 (w = weight * weight_scale), act: f32 [formats.FP8_STATE], the delayed
-    # scaling state of this linear's input, updated by the call; scaling: "delayed" | "static" | "dynamic".
+    # scaling state of this linear's input, updated by the call; scaling: "delayed" | "static" | "dynamic" | "none": the
+    # input is not quantised and act not touched (decode, where the time goes into reading weights).
     # What is quantised is P(x): behind the norm no massive token can push the other rows into e4m3's subnormals.
     "linear_fp8": f"(Tensor x, Tensor weight, Tensor weight_scale, Tensor(a!) act, {_EPILOGUE}, str scaling) -> Tensor",
     # packed: [bytes] u8, formats.pack_int4 of an [n, k] weight with this group; with swiglu in the epilogue its rows

@@ -84,8 +84,11 @@ def linear_fp8(
     key = (weight.shape, weight.storage_offset(), torch.bfloat16)
     full = dense(weight, key, lambda: weight.detach().to(torch.bfloat16))
     x32 = x.to(torch.float32)
-    codes, step = formats.fp8_quantize(normalized(x32, eps) if rms else x32, act, scaling)
-    y = F.linear(codes.to(torch.bfloat16).mul_(step), full).to(torch.float32).mul_(weight_scale)
+    row = normalized(x32, eps) if rms else x32
+    if scaling != "none":
+        codes, step = formats.fp8_quantize(row, act, scaling)
+        row = codes.to(torch.float32).mul_(step)
+    y = F.linear(row.to(torch.bfloat16), full).to(torch.float32).mul_(weight_scale)
     return finish(y, steps, bias, residual, scale).to(x.dtype)
 
 

@@ -38,7 +38,7 @@ def ceil_div(a: int, b: int) -> int:
 
 @functools.cache
 def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 @functools.cache

@@ -158,15 +158,18 @@ def linear_fp8(
 ) -> Tensor:
     """weight: [N, K] e4m3 with weight_scale: [N] f32; act: the state of this input, updated.
 
-    The normalised row is quantised. Quantising x as it stands, with rstd on the finished row, would let one massive
-    token (quant.md: the sink) push every other row into e4m3's subnormals: relative output error 0.19 against 0.037
-    with a sink 3000 times the rest.
+    With ``scaling="none"`` the row stays as it is and ``act`` is not touched. Otherwise the normalised row is quantised.
+    Quantising x as it stands, with rstd on the finished row, would let one massive token (quant.md: the sink) push
+    every other row into e4m3's subnormals: relative output error 0.19 against 0.037 with a sink 3000 times the rest.
     """
     rms, steps = steps_of(prologue, epilogue)
     full = dense(weight, (weight.shape, weight.storage_offset()), lambda: weight.detach().to(torch.float32))
     x32 = x.to(torch.float32)
-    codes, step = formats.fp8_quantize(normalized(x32, eps) if rms else x32, act, scaling)
-    y = F.linear(codes.to(torch.float32).mul_(step), full).mul_(weight_scale)
+    row = normalized(x32, eps) if rms else x32
+    if scaling != "none":
+        codes, step = formats.fp8_quantize(row, act, scaling)
+        row = codes.to(torch.float32).mul_(step)
+    y = F.linear(row, full).mul_(weight_scale)
     return finish(y, steps, bias, residual, scale).to(x.dtype)
 
 

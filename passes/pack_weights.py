@@ -69,7 +69,9 @@ def _pack(
     tensors = [ctx.placeholder(gm, f"packed_{index}_{i}", like, s, dtype) for i, (s, dtype) in enumerate(shapes)]
     bias = tensors.pop() if biases else None
     common = (bias, residual, eps, scale, prologue, epilogue)
-    extra = {"bf16": (), "fp8": (options.fp8_scaling,), "int4": ()}[precision]
+    # Decode reads weights and little else: there the activations stay as they are.
+    scaling = "none" if ctx.decision.phase.value == "decode" else options.fp8_scaling
+    extra = {"bf16": (), "fp8": (scaling,), "int4": ()}[precision]
     sizes = (n, k, spec.group) if precision == "int4" else ()
     new = insert(gm, node, f"linear_{precision}", (x, *tensors, *sizes, *common, *extra), like=node)
     node.replace_all_uses_with(new)

@@ -141,6 +141,18 @@ def test_fp8(prologue, epilogue, scaling):
     close(y, reference(seen, f.dequantize_fp8(w, s), bias, residual, "", epilogue), torch.float32)
 
 
+@pytest.mark.parametrize("prologue", ["", "rms"])
+def test_fp8_weights_alone(prologue):
+    """Decode: the input is not quantised and its state is left alone."""
+    w, s = f.quantize_fp8(torch.randn(24, 80))
+    x, _, residual = operands(24, 80, "residual", torch.float32)
+    state = f.fp8_state()
+    before = state.clone()
+    y = fu.linear_fp8(x, w, s, state, None, residual, EPS, SCALE, prologue, "residual", "none")
+    close(y, reference(x, f.dequantize_fp8(w, s), None, residual, prologue, "residual"), torch.float32)
+    assert torch.equal(state, before)
+
+
 def test_fp8_jump_and_zeros():
     """B26 and B37 through the operator: a jump of 100x is repaired, zeros are exact, NaN stays in its row."""
     w, s = f.quantize_fp8(torch.randn(8, 64))
