@@ -86,6 +86,16 @@ def _rows(t: Tensor, columns: int) -> tuple[Tensor, int]:
     return flat.contiguous(), columns
 
 
+_finished: set[int] = set()
+"""Addresses of weights that are known to be written: kernels read weights before they wait for the kernel before them."""
+
+
+def _finish(weight: Tensor, device: int) -> None:
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
+        _finished.add(weight.data_ptr())
+
+
 def launch(
     kernel: jit.Kernel,
     x: Tensor,
@@ -113,6 +123,8 @@ def launch(
     if "residual" in epilogue and residual is not None:
         residual, ldr = _rows(residual, columns)
     device = y.device.index
+    if weight.data_ptr() not in _finished:
+        _finish(weight, device)
     kernel(
         device,
         torch.cuda.current_stream(device).cuda_stream,
