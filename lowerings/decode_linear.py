@@ -87,7 +87,7 @@ def _rows(t: Tensor, columns: int) -> tuple[Tensor, int]:
 
 
 _finished: set[int] = set()
-"""Addresses of weights that are known to be written: kernels read weights before they wait for the kernel before them."""
+"""Addresses of weights that are known to be written: a kernel reads weights before it waits for the one before it."""
 
 
 def _finish(weight: Tensor, device: int) -> None:

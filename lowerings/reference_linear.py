@@ -158,9 +158,9 @@ def linear_fp8(
 ) -> Tensor:
     """weight: [N, K] e4m3 with weight_scale: [N] f32; act: the state of this input, updated.
 
-    With ``scaling="none"`` the row stays as it is and ``act`` is not touched. Otherwise the normalised row is quantised.
-    Quantising x as it stands, with rstd on the finished row, would let one massive token (quant.md: the sink) push
-    every other row into e4m3's subnormals: relative output error 0.19 against 0.037 with a sink 3000 times the rest.
+    ``scaling="none"``: the row stays as it is, ``act`` is not touched. Otherwise the normalised row is quantised.
+    Quantising x as it stands, with rstd on the finished row, would let one massive token (quant.md: the sink) push all
+    other rows into e4m3's subnormals: relative output error 0.19 against 0.037 with a sink 3000 times the rest.
     """
     rms, steps = steps_of(prologue, epilogue)
     full = dense(weight, (weight.shape, weight.storage_offset()), lambda: weight.detach().to(torch.float32))
