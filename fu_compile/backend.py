@@ -277,7 +277,7 @@ def record_for(gm: fx.GraphModule, parameters: Sequence[Tensor], options: Option
     from .report import record_of
 
     holder = torch.nn.Module()
-    for i, p in enumerate(parameters[:1]):
+    for i, p in enumerate(parameters):  # all: the embedding may have been replaced since (resize_token_embeddings)
         holder.register_parameter(str(i), p)  # type: ignore[arg-type]
     record = record_of(holder) if parameters else None
     if record is None or record.options != options:

@@ -63,7 +63,7 @@ class Signature:
 class Binding:
     """The packed constants for one set of parameter objects."""
 
-    __slots__ = ("_refs", "constants", "ids", "pick", "sample", "tables", "uncounted", "versions")
+    __slots__ = ("_refs", "constants", "generation", "ids", "pick", "sample", "tables", "uncounted", "versions")
 
     def __init__(self, signature: Signature, args: Sequence[Any]) -> None:
         sources = sorted({i for spec in signature.packs for i in spec.sources})
@@ -95,14 +95,15 @@ class Binding:
         self.versions = [0 if self.uncounted else t._version for t in packed]
         self._refs = [weakref.ref(t, self._died) for t in packed]
         self.sample = Sample(packed)
+        self.generation = STORE.generation
 
     def _died(self, _: object) -> None:
         self.ids = (0,)  # an id may be given to another tensor now
 
     def current(self, args: Sequence[Any]) -> bool:
-        """Whether these are the parameters that were packed, and PyTorch has counted no write to them since."""
+        """Whether these are the parameters that were packed, and nobody has found a write to them since."""
         found = self.pick(args)
-        if tuple(map(id, found)) != self.ids:
+        if tuple(map(id, found)) != self.ids or self.generation != STORE.generation:
             return False
         return self.uncounted or [t._version for t in found] == self.versions
 

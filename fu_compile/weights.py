@@ -185,18 +185,44 @@ def key_risk(
     )
 
 
-class Entry:
-    """Packed constants and the parameters, by identity and version, that they were made from."""
+class Sample:
+    """A few elements of every parameter, to find writes that PyTorch does not count."""
 
-    __slots__ = ("sources", "tensors", "versions")
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        views: dict[tuple, list[Tensor]] = {}
+        for p in parameters:
+            flat = p.detach().view(-1) if p.is_contiguous() else p.detach().reshape(-1)
+            views.setdefault((p.dtype, p.device), []).append(flat[:: max(1, -(-flat.numel() // SAMPLE))])
+        self._views = list(views.values())
+        self._places = [(weakref.ref(p), p.data_ptr()) for p in parameters]
+        self._values = self._read()
+
+    def _read(self) -> list[Tensor]:
+        return [torch.cat(v) for v in self._views]
+
+    def changed(self) -> bool:
+        """Whether a parameter has got other memory (``p.data = ...``), or a sampled element differs in any bit."""
+        if any((p := ref()) is not None and p.data_ptr() != place for ref, place in self._places):
+            return True
+        return any(
+            not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(self._values, self._read(), strict=True)
+        )
+
+
+class Entry:
+    """Packed constants and the parameters, by identity, version and sample, that they were made from."""
+
+    __slots__ = ("sample", "sources", "tensors", "versions")
 
     def __init__(self, sources: Sequence[Tensor], tensors: tuple[Tensor, ...]) -> None:
         self.sources = [weakref.ref(s) for s in sources]
         self.versions: list[int | None] = [version(s) for s in sources]
         self.tensors = tensors
+        self.sample = Sample(sources)
 
     def current(self, sources: Sequence[Tensor]) -> bool:
-        """Whether these are still the parameters, unwritten."""
+        """Whether these are still the parameters, and PyTorch has counted no write to them."""
         return all(r() is s and version(s) == v for r, s, v in zip(self.sources, sources, self.versions, strict=True))
 
 
@@ -207,13 +233,17 @@ class WeightStore:
         self._entries: dict[tuple, Entry] = {}
         self.packs = 0
         self.repacks = 0
+        self.generation = 0
+        """Grows when an uncounted write is found: whoever holds constants asks again."""
 
     def get(self, key: tuple, sources: Sequence[Tensor], make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The constants ``key`` of these parameters, made by ``make`` when there are none or they are out of date."""
         full = (*key, *map(id, sources))
         entry = self._entries.get(full)
         if entry is not None and entry.current(sources):
-            return entry.tensors
+            if not entry.sample.changed():
+                return entry.tensors
+            self.drop(sources)
         if entry is None:
             self.packs += 1
             # the constants die with the first parameter they were made from
@@ -233,6 +263,7 @@ class WeightStore:
         for entry in self._entries.values():
             if any(id(r()) in ids for r in entry.sources):
                 entry.versions = [_NEVER] * len(entry.versions)
+        self.generation += 1
 
     @property
     def bytes(self) -> int:
@@ -241,25 +272,3 @@ class WeightStore:
 
 
 STORE = WeightStore()
-
-
-class Sample:
-    """A few elements of every parameter, to find writes that PyTorch does not count."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        views: dict[tuple, list[Tensor]] = {}
-        for p in parameters:
-            flat = p.detach().view(-1) if p.is_contiguous() else p.detach().reshape(-1)
-            views.setdefault((p.dtype, p.device), []).append(flat[:: max(1, -(-flat.numel() // SAMPLE))])
-        self._views = list(views.values())
-        self._values = self._read()
-
-    def _read(self) -> list[Tensor]:
-        return [torch.cat(v) for v in self._views]
-
-    def changed(self) -> bool:
-        """Whether any sampled element differs bit for bit from what it was."""
-        return any(
-            not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-            for a, b in zip(self._values, self._read(), strict=True)
-        )

@@ -3,13 +3,15 @@
 Before -> after: the graph is unchanged; ``ctx.data["choose_precision"]`` maps each ``linear_exact`` node to its
 ``plan.Choice``. Projections that were fused into one (q, k, v; gate, up) get the most faithful precision that any of
 them asks for, so ``overrides`` never makes a layer worse than it was told to be. A weight that is computed in the
-graph (LoRA merged on the fly, weight normalisation) stays exact. Numerics: none here.
+graph (LoRA merged on the fly, weight normalisation) stays exact, and so do two projections in a row: the low-rank
+branch of an adapter, which is small to read and may be all that was trained. Numerics: none here.
 """
 
 from __future__ import annotations
 
 from torch import fx
 
+from ..plan import Choice
 from . import Context, layer_of
 from .linears import decide_group, is_op
 
@@ -21,6 +23,20 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
     chosen = {}
     for node in gm.graph.nodes:
         if is_op(node, "linear_exact"):
-            chosen[node] = choice = decide_group(ctx, node.args[1], layer_of(node))
+            choice = decide_group(ctx, node.args[1], layer_of(node))
+            if choice.value != "exact" and low_rank(node):
+                choice = Choice("exact", "a low-rank branch (adapter) keeps the model's dtype")
+            chosen[node] = choice
             ctx.fired(NAME, node, f"{choice.value}: {choice.reason}")
     ctx.data[NAME] = chosen
+
+
+def low_rank(node: fx.Node) -> bool:
+    """Whether ``node`` is one of two projections in a row, the first of which narrows: y = B(A(x))."""
+    for first in (node, node.args[0]):
+        second = next(iter(first.users), None) if is_op(first, "linear_exact") else None
+        if not is_op(second, "linear_exact") or len(first.users) != 1 or second.args[0] is not first or first.args[8]:
+            continue
+        if first.args[1][0].meta["val"].shape[0] < first.args[0].meta["val"].shape[-1]:
+            return True
+    return False
