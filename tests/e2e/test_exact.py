@@ -1,7 +1,7 @@
 """Exact mode: every family, RoPE type and attention spelling within 1e-4 of eager, through generate.
 
 float32, prefill and 8 decode steps, StaticCache and DynamicCache, padded and unpadded; and in every graph nothing of
-the block is left to ATen. 1e-4 is the bar of the design; rewrites reorder float32 sums, which moves logits by about 1e-6.
+the block is left to ATen. 1e-4 is the bar of the design; rewrites reorder float32 sums, which moves logits by 1e-6.
 """
 
 from __future__ import annotations
