@@ -63,7 +63,18 @@ class Signature:
 class Binding:
     """The packed constants for one set of parameter objects."""
 
-    __slots__ = ("_refs", "constants", "generation", "ids", "pick", "sample", "tables", "uncounted", "versions")
+    __slots__ = (
+        "_dead",
+        "_refs",
+        "constants",
+        "generation",
+        "ids",
+        "pick",
+        "sample",
+        "tables",
+        "uncounted",
+        "versions",
+    )
 
     def __init__(self, signature: Signature, args: Sequence[Any]) -> None:
         sources = sorted({i for spec in signature.packs for i in spec.sources})
@@ -93,17 +104,16 @@ class Binding:
         self.ids = tuple(map(id, packed))
         self.uncounted = any(t.is_inference() for t in packed)
         self.versions = [0 if self.uncounted else t._version for t in packed]
-        self._refs = [weakref.ref(t, self._died) for t in packed]
+        self._dead: list[Any] = []  # not a method of ours: a cycle would keep the constants until the next collection
+        self._refs = [weakref.ref(t, self._dead.append) for t in packed]
         self.sample = Sample(packed)
         self.generation = STORE.generation
-
-    def _died(self, _: object) -> None:
-        self.ids = (0,)  # an id may be given to another tensor now
 
     def current(self, args: Sequence[Any]) -> bool:
         """Whether these are the parameters that were packed, and nobody has found a write to them since."""
         found = self.pick(args)
-        if tuple(map(id, found)) != self.ids or self.generation != STORE.generation:
+        # Where a parameter has died, its id may have been given to another tensor.
+        if self._dead or tuple(map(id, found)) != self.ids or self.generation != STORE.generation:
             return False
         return self.uncounted or [t._version for t in found] == self.versions
 
