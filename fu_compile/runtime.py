@@ -129,7 +129,8 @@ def _tables(spec: KVSpec, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
             advice="Call torch._dynamo.reset() and run again.",
         )
     if not spec.biases:
-        return key_tables(spec, (), None)
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        return formats.kv_tables(spec.heads[1], spec.heads[2], device)
     inv_freq = None if spec.inv_freq is None else args[spec.inv_freq]
     return STORE.get(("tables", spec.heads), sources, lambda: key_tables(spec, sources, inv_freq))  # type: ignore[return-value]
 

@@ -109,16 +109,14 @@ class PackSpec:
 
 
 def key_tables(spec: KVSpec, sources: Sequence[Tensor], inv_freq: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Key mean and balance of a layer, [Hkv, D] float32 each, before any calibration.
+    """Key mean and balance of a layer with a k_proj bias, [Hkv, D] float32 each, before any calibration.
 
-    Without a k_proj bias: zeros and ones. With one, the mean is that of the rotated bias over positions, the balance
-    is quant.md's (E k^2 / E q^2)^(1/4), equal on RoPE pairs, with the second moments that the bias and unit-variance
-    inputs give: b^2 + |w|^2 per row.
+    ``sources`` are the q/k/v weights, then their biases. The mean is that of the rotated bias over positions, the
+    balance is quant.md's (E k^2 / E q^2)^(1/4), equal on RoPE pairs, with the second moments that the bias and
+    unit-variance inputs give: b^2 + |w|^2 per row.
     """
     q_heads, kv_heads, dim = spec.heads
-    device = sources[0].device if sources else torch.device("cpu")
-    if not spec.biases:
-        return formats.kv_tables(kv_heads, dim, device)
+    device = sources[0].device
     count = len(spec.weights)
     w = torch.cat([s.detach() for s in sources[:count]]) if count > 1 else sources[0].detach()
     b = torch.cat([s.detach().float() for s in sources[count:]])
