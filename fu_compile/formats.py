@@ -251,7 +251,8 @@ def pack_int4(q: Int4Codes) -> Tensor:
     split = NIBBLE_BYTES + 2 * TILE_N * per_tile
     s = scales.view(strips, 2, 8, tiles, per_tile).permute(0, 3, 4, 2, 1).contiguous()
     packed[..., NIBBLE_BYTES:split] = s.view(torch.uint8).reshape(strips, tiles, -1)
-    packed[..., split:] = (zeros << 3).view(strips, 2, 8, tiles, per_tile).permute(0, 3, 4, 2, 1).reshape(strips, tiles, -1)
+    z = (zeros << 3).view(strips, 2, 8, tiles, per_tile).permute(0, 3, 4, 2, 1)
+    packed[..., split:] = z.reshape(strips, tiles, -1)
     return packed.view(-1)
 
 

@@ -261,10 +261,16 @@ def new_record(name: str, options: Options, *ties: object) -> ModelReport:
 
 def record_of(model: torch.nn.Module) -> ModelReport | None:
     """The newest record that is tied to ``model``, to one of its modules or to one of its parameters."""
-    owned = {id(m) for m in model.modules()} | {id(p) for p in model.parameters()}
+    parameters = {id(p) for p in model.parameters()}
+    owned = parameters.union(map(id, model.modules()))
     for record in reversed(_records):
-        if any((o := ref()) is not None and id(o) in owned for ref in record.ties):
-            return record
+        tie: Any
+        for tie in (ref() for ref in record.ties):
+            if id(tie) in owned:
+                return record
+            # A model that was given other parameters since (load_state_dict(assign=True)) is still the same model.
+            if hasattr(tie, "parameters") and not parameters.isdisjoint(map(id, tie.parameters())):
+                return record
     return None
 
 

@@ -9,6 +9,8 @@ branch of an adapter, which is small to read and may be all that was trained. Nu
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from ..plan import Choice
@@ -34,7 +36,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
 def low_rank(node: fx.Node) -> bool:
     """Whether ``node`` is one of two projections in a row, the first of which narrows: y = B(A(x))."""
     for first in (node, node.args[0]):
-        second = next(iter(first.users), None) if is_op(first, "linear_exact") else None
+        second: Any = next(iter(first.users), None) if is_op(first, "linear_exact") else None
         if not is_op(second, "linear_exact") or len(first.users) != 1 or second.args[0] is not first or first.args[8]:
             continue
         if first.args[1][0].meta["val"].shape[0] < first.args[0].meta["val"].shape[-1]:

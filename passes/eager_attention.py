@@ -6,6 +6,7 @@ Walked backwards and forwards from the softmax; what it finds is checked and rew
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -43,7 +44,7 @@ def own_heads(q: object, k: object, v: object) -> tuple[fx.Node, fx.Node, fx.Nod
 
 def eager(softmax: fx.Node) -> Parts | None:
     """The parts of matmul-softmax-matmul; none for a softmax that is no attention at all."""
-    out = softmax
+    out: Any = softmax
     while calls(user := sole_user(out), aten.to.dtype, aten.dropout.default, *COPY):
         out = user  # type: ignore[assignment]
         if calls(out, aten.dropout.default) and out.args[1] and out.args[2]:

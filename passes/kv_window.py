@@ -5,6 +5,8 @@ Both end in a ``copy_`` to the cache; ``passes/kv_write.py`` asks here what such
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -50,9 +52,9 @@ def window(gm: fx.GraphModule, node: fx.Node, aliases: Aliases) -> tuple[str, tu
     return ("fill", (cache, full), None) if (r := fits(cache, full)) is None else ("", (), r)  # type: ignore[arg-type]
 
 
-def _last_slot(gm: fx.GraphModule, indices: object) -> bool:
+def _last_slot(gm: fx.GraphModule, indices: Any) -> bool:
     """Whether the indices are ``[None, None, [-1]]``, the constant read from the graph."""
-    *before, index = indices  # type: ignore[misc]
+    before, index = list(indices[:-1]), indices[-1]
     if before != [None, None] or not isinstance(index, fx.Node) or index.op != "get_attr":
         return False
     return constant(gm, index) == [-1]

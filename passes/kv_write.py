@@ -140,9 +140,9 @@ def _records(written: list[tuple[fx.Node, str]]) -> list[KvWrite]:
     for (layer, kind), nodes in layers.items():
         for pair in zip(nodes[::2], nodes[1::2], strict=False):
             k, v = sorted(pair, key=_is_value)
-            caches = [a.name if isinstance(a := n.args[0], fx.Node) else None for n in (k, v)]
+            k_cache, v_cache = (a.name if isinstance(a := n.args[0], fx.Node) else None for n in (k, v))
             position = k.args[1].name if kind == "write" else None  # type: ignore[union-attr]
-            records.append(KvWrite(layer, kind, k.name, v.name, *caches, position))
+            records.append(KvWrite(layer, kind, k.name, v.name, k_cache, v_cache, position))
     return records
 
 

@@ -13,6 +13,7 @@ projection (OLMo2), anything else between the projection and the heads (a clamp)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -83,7 +84,7 @@ def _writes(gm: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def _source(node: object, reader: fx.Node, writes: dict, order: dict) -> fx.Node:
+def _source(node: Any, reader: fx.Node, writes: dict, order: dict) -> fx.Node:
     """The tokens of this call behind what an attention reads: without RoPE, cache and slices of the cache."""
     while True:
         if calls(node, "rotary"):

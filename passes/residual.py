@@ -10,6 +10,8 @@ Refused: broadcasting, ``alpha``, two linears (LoRA: a branch, not a stream), a 
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 from torch._inductor.pattern_matcher import CallFunctionVarArgs
 
@@ -44,7 +46,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
         ctx.fired(NAME, new)
 
 
-def _branch(node: object) -> tuple[fx.Node, float] | None:
+def _branch(node: Any) -> tuple[fx.Node, float] | None:
     """The linear at the end of a branch and the number it is scaled by."""
     scale = 1.0
     if calls(node, aten.mul.Tensor, aten.mul.Scalar) and len(node.users) == 1:  # type: ignore[union-attr]

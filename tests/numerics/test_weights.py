@@ -50,7 +50,8 @@ def test_fp8_and_bf16_and_biases(block):
 
 def test_the_store_knows_objects_and_versions():
     store, p = WeightStore(), torch.nn.Parameter(torch.randn(4, 4))
-    make = lambda: (p.detach().clone(),)  # noqa: E731
+    held = [p]
+    make = lambda: (held[0].detach().clone(),)  # noqa: E731
     first = store.get(("k",), (p,), make)
     assert store.get(("k",), (p,), make) is first
     with torch.no_grad():
@@ -60,7 +61,7 @@ def test_the_store_knows_objects_and_versions():
     assert (store.packs, store.repacks) == (1, 1)
     store.drop((p,))
     assert store.get(("k",), (p,), make) is not second
-    del p, make
+    del p, held[:]
     gc.collect()
     assert store.bytes == 0
 
