@@ -31,6 +31,7 @@ from .errors import (
     HeadDimError,
     LoweringError,
     MetaParameterError,
+    MissingDependencyError,
     NoLlamaBlockError,
     OffloadedParameterError,
     TrainingModeError,
@@ -343,6 +344,11 @@ def compile_rest(
         return gm.forward
     device = next((n.meta["val"].device.type for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)), "cpu")
     if device == "cpu" and not has_compiler():
+        if options.strict:
+            raise MissingDependencyError(
+                "Inductor needs a C++ compiler on the CPU and there is none",
+                advice='Install g++, or pass rest="eager".',
+            )
         if record.fall_back("no C++ compiler: what is not ours runs in eager", "rest"):
             warnings.warn(
                 "Inductor needs a C++ compiler on the CPU and there is none (g++, clang++ or $CXX):"

@@ -87,6 +87,7 @@ _OPERATORS: dict[str, tuple[tuple[str, str], ...]] = {
     "qkv_append": (("qkv", ""), ("cache", "int4")),
     "attention_int4": (("attention", "int4"), ("cache", "int4")),
     "attention_prefill": (("attention", "model"),),
+    "kv_store": (("cache", "int4"),),
     "kv_append_": (("cache", "int4"),),
     "kv_dequantize": (("cache", "int4"),),
 }
