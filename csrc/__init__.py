@@ -1,0 +1,1 @@
+"""CUDA C++ device code only; compiled at run time by fu_compile.jit."""

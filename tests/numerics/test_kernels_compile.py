@@ -132,7 +132,7 @@ def test_key_covers_source_headers_and_versions(tiny, monkeypatch):
 def test_damaged_entry_is_compiled_again(tiny, folder):
     code = jit.cubin(tiny, {"VALUE": 5}).code
     (entry,) = folder.iterdir()
-    for damage in (b"", entry.read_bytes()[:-1], entry.read_bytes().replace(b"ELF", b"FLE")):
+    for damage in (b"", entry.read_bytes()[:-1], entry.read_bytes().replace(b"ELF", b"BAD")):
         entry.write_bytes(damage)
         jit._memory.clear()
         with pytest.warns(FuWarning, match="damaged"):
