@@ -250,6 +250,10 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     for note in options.not_applicable(parameters[0].device.type if parameters else "cpu").values():
         if note not in record.notes:
             record.notes.append(note)
+    for error in not_in_this_release(options, parameters[0].device.type if parameters else "cpu"):
+        if options.strict:
+            raise error
+        leave(record, error)
     try:
         refuse(example_inputs)
         done = rewrite(gm, example_inputs, options, len(record.graphs))
@@ -300,6 +304,16 @@ def name_of(gm: fx.GraphModule) -> str:
 def _bytes(record: ModelReport) -> int:
     found = [ref() for ref in record.ties]
     return sum(p.nbytes for p in found if isinstance(p, Tensor))
+
+
+def not_in_this_release(options: Options, device_type: str) -> list[LoweringError]:
+    """What the options ask for and no lowering exists yet; the nearest thing that does exist runs instead."""
+    missing = []
+    if options.kv_cache == "int4-channel":
+        missing.append(("kv_cache='int4-channel'", "the model keeps its own cache"))
+    if options.cuda_graphs and device_type == "cuda":
+        missing.append(("cuda_graphs=True", "decode steps run without CUDA graphs"))
+    return [LoweringError(f"{what} has no implementation yet: {instead}", where="options") for what, instead in missing]
 
 
 def refuse(example_inputs: Sequence[Any]) -> None:

@@ -40,7 +40,7 @@ class Decision:
     """Precision of the linears of the decoder layers."""
     activations: Choice
     cache: Choice
-    """``int4``, or ``model``: the cache stays as the model made it."""
+    """``int4``, ``model`` (the cache stays as the model made it) or ``none``."""
     lm_head: Choice
     """Precision of the linears outside the decoder layers."""
 
@@ -107,11 +107,13 @@ def decide(gm: fx.GraphModule, options: Options) -> Decision:
         cache = Choice("none", "no cache in this graph")
     elif options.kv_cache == "model":
         cache = Choice("model", "option kv_cache")
+    elif options.kv_cache == "int4-channel":
+        cache = Choice("model", "option kv_cache: int4-channel has no implementation yet")
     elif caches != {"kv_write_"}:
         kind = "DynamicCache grows by concatenation" if "kv_cat" in caches else "a sliding window that has wrapped"
         cache = Choice("model", f"{kind}: attention stays on the model's own cache")
     else:
-        cache = Choice(options.kv_cache, "option kv_cache: StaticCache, redirected to its INT4 copy")
+        cache = Choice("int4", "option kv_cache: StaticCache, redirected to its INT4 copy")
     head = (
         Choice("exact", "option lm_head=model: the head keeps the model's dtype")
         if options.lm_head == "model"

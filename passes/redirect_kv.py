@@ -35,7 +35,7 @@ NAME = "redirect_kv"
 def run(gm: fx.GraphModule, ctx: Context) -> None:
     """Redirects every attention of ``gm`` whose cache can be redirected."""
     specs: list[KVSpec] = []
-    if ctx.decision.cache.value not in ("int4", "int4-channel"):
+    if ctx.decision.cache.value != "int4":
         ctx.data[NAME] = specs
         return
     for node in [n for n in gm.graph.nodes if is_op(n, "attention")]:
