@@ -1,4 +1,4 @@
-"""Bad input: a named error before any state changes, or the general path with one warning; the model goes on working."""
+"""Bad input: a named error before any state changes, or the general path with a warning; the model goes on working."""
 
 from __future__ import annotations
 
