@@ -327,8 +327,9 @@ def test_b29_every_number_of_tokens():
             assert got.shape == (1, tokens, 1003)
             error = rms(got - want)
             assert error < FP8 * rms(want), tokens
-            # A token's logits do not depend on how many follow it: scales are powers of two.
-            assert rms(got - whole[:, :tokens]) < 0.1 * error, tokens
+            # A token's logits do not depend on how many follow it: scales are powers of two. (One token alone is
+            # decoded: weights in FP8, activations as they are.)
+            assert tokens == 1 or rms(got - whole[:, :tokens]) < 0.1 * error, tokens
     assert "linear_fp8" in operators(made, "score")
 
 
@@ -428,8 +429,7 @@ def test_b33_swiglu_beyond_half_precision():
 # ---- B34: a norm folded into a tied head -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head", ["model", "int4"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("tied", "head"), [(True, "model"), (True, "int4"), (False, "model")], ids=str)
 def test_b34_folding_leaves_the_users_weights_alone(tied, head):
     """B34, facebookresearch/SpinQuant#13: the final norm is folded into a head that is also the embedding."""
     made = build(**SMALL, tie_word_embeddings=tied)
