@@ -488,7 +488,8 @@ def test_b48_everything_is_given_back():
     gc.collect()
     before = STORE.bytes, COPIES.bytes, dense_bytes()
     made = compiled(build(**{**SMALL, "hidden_size": 256}))
-    generate(made, prompt(1, 70), 3, cache_implementation="static")
+    cache = static_cache(made, 128)
+    generate(made, prompt(1, 70), 3, cache=cache)
     held = counters(made)
     weights = sum(p.nbytes for layer in made.model.layers for p in layer.parameters())
     assert STORE.bytes - before[0] == held["bytes_packed"]
@@ -513,7 +514,7 @@ def test_b48_everything_is_given_back():
         assert not any(ref() is not None for ref in old)
     finally:
         gc.enable()
-    del made
+    del made, cache
     gc.collect()
     assert (STORE.bytes, COPIES.bytes, dense_bytes()) == before
 
