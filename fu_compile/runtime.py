@@ -64,6 +64,7 @@ class Binding:
     """The packed constants for one set of parameter objects."""
 
     __slots__ = (
+        "__weakref__",
         "_dead",
         "_refs",
         "constants",
@@ -108,6 +109,12 @@ class Binding:
         self._refs = [weakref.ref(t, self._dead.append) for t in packed]
         self.sample = Sample(packed)
         self.generation = STORE.generation
+        STORE.holders.add(self)
+
+    def release(self, ids: set[int]) -> None:
+        """Lets go of the constants if a parameter they were made from is among ``ids``; the next call binds again."""
+        if not ids.isdisjoint(self.ids):
+            self.constants, self.ids = [], ()
 
     def current(self, args: Sequence[Any]) -> bool:
         """Whether these are the parameters that were packed, and nobody has found a write to them since."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -233,6 +234,8 @@ class WeightStore:
         self.repacks = 0
         self.generation = 0
         """Grows when an uncounted write is found: whoever holds constants asks again."""
+        self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The bindings of all graphs: ``release(ids)`` lets go of what was made from parameters that were repacked."""
 
     def get(self, key: tuple, sources: Sequence[Tensor], make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The constants ``key`` of these parameters, made by ``make`` when there are none or they are out of date."""
@@ -250,6 +253,8 @@ class WeightStore:
             self.repacks += 1
             del self._entries[full]
             del entry  # before packing: old and new are never held together
+            for holder in list(self.holders):
+                holder.release(set(map(id, sources)))
         # Outside inference mode: calls of either mode read the constants, and FP8 states are written to.
         with torch.inference_mode(False), torch.no_grad():
             entry = self._entries[full] = Entry(sources, make())
