@@ -55,8 +55,11 @@ demo: $(VENV)/.ready  ## a real model through the backend: a chat, tokens/s, the
 test: lint  ## lint, types and every test that needs no GPU
 	$(PYTEST) $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" $(ARGS)
 
+# One end-to-end file and every unit: what shows a mistake while one works. The field cases and whole families take longer.
+QUICK = tests/numerics tests/passes tests/e2e/test_options.py tests/e2e/test_report.py tests/e2e/test_bad_input.py
+
 quick: $(VENV)/.ready  ## the tests that take seconds
-	$(PYTEST) $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not slow" $(ARGS)
+	$(PYTEST) $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not slow" $(QUICK) $(ARGS)
 
 test-window: $(VENV)/.ready $(LOW)/.ready  ## every test at both ends of the support window
 	$(PYTEST) $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" $(ARGS)

@@ -12,6 +12,8 @@ from models import FAMILIES, ROPES, config, model
 
 import fu_compile
 
+pytestmark = pytest.mark.slow
+
 NEW = 9  # the prefill's token and 8 decode steps
 BLOCK = ("linear", "silu", "softmax", "scaled_dot", "matmul", "index_copy", "rsqrt")
 

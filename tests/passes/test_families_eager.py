@@ -4,6 +4,8 @@ import pytest
 from families import check
 from models import FAMILIES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_family(family):

@@ -8,6 +8,8 @@ from families import call, prompt, rewritten
 from models import BASE, model
 from transformers import AutoConfig
 
+pytestmark = pytest.mark.slow
+
 RELATIVES = {
     "olmo": {"rms_norm": {"the mean is subtracted first: this is a LayerNorm"}},
     "olmo2": {"qkv": {"the norm of the queries is over the whole projection, not per head (OLMo2)"},

@@ -6,6 +6,8 @@ from families import call, expected, prompt, rewritten
 from fu_compile.passes import RECOGNISE
 from models import ROPES, config, model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("rope", list(ROPES))
 def test_rope(rope):
