@@ -69,3 +69,22 @@ def test_ropes(rope):
 @pytest.mark.parametrize(("family", "rope"), [("qwen2", "yarn"), ("qwen3", "dynamic"), ("mistral", "linear")])
 def test_ropes_of_other_families(family, rope):
     check(config(family, rope, num_hidden_layers=1))
+
+
+@pytest.mark.parametrize("cache", ["static", None])
+def test_sampling(cache):
+    """The same seed draws the same tokens: logits within 1e-6 move no draw of this seed."""
+    torch._dynamo.reset()
+    m = model(config("llama", num_hidden_layers=1))
+
+    def sample() -> torch.Tensor:
+        torch.manual_seed(5)
+        return m.generate(
+            **prompts(padded=True), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=True, temperature=0.8, top_k=40,
+            top_p=0.95, repetition_penalty=1.1, cache_implementation=cache,
+        )  # fmt: skip
+
+    expected = sample()
+    m.compile(backend="futransformer", options={"mode": "exact", "rest": "eager", "strict": True})
+    assert torch.equal(sample(), expected)
+    assert fu_compile.report(m).counters["decode_calls"] == NEW - 1
