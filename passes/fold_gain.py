@@ -4,9 +4,12 @@ Before -> after (``ctx.data["fold_gain"]`` then maps the node to the gain that i
 
     linear_exact(x, [w], .., norm=g, "rms")    ->    linear_exact(x, [w], .., norm=None, "rms")
 
-The product is computed in float32 when the weight is packed, before it is quantised, into the packed copy: the user's
+The product is computed in float32 when the weight is packed, before it is rounded, into the packed copy: the user's
 parameters keep their values, so a tied head and an embedding may share them, and a gain of zero is as good as any
-other. Preconditions: a packed precision (``exact`` keeps eager's order of roundings), and the gain is a parameter.
+other. Preconditions: ``bf16`` or ``fp8``, whose rounding is relative, and a gain that is a parameter.
+
+Never before INT4: a group of 128 columns shares one scale, so the largest gain among them sets everybody's step.
+SmolLM2, round to nearest, WikiText-2: +0.80 NLL with the gain folded, +0.27 without. ``exact`` keeps eager's order.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from torch import fx
 from . import Context
 
 NAME = "fold_gain"
+FOLDED = ("bf16", "fp8")
+"""Precisions whose weights take the gain in."""
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> None:
@@ -23,7 +28,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
     folded: dict[fx.Node, fx.Node] = {}
     for node, choice in ctx.data["choose_precision"].items():
         gain = node.args[3]
-        if gain is None or choice.value == "exact":
+        if gain is None or choice.value not in FOLDED:
             continue
         if not ctx.is_parameter(gain):
             ctx.missed(NAME, node, f"the gain {gain.name} is no parameter of the model")

@@ -43,7 +43,7 @@ def _pack(
     gm: fx.GraphModule, ctx: Context, node: fx.Node, precision: str, gain: fx.Node | None, index: int
 ) -> PackSpec:
     x, weights, biases, norm, residual, eps, scale, prologue, epilogue = node.args
-    if norm is not None:  # its gain could not be folded
+    if norm is not None:  # its gain is not folded: the norm is an operator of its own
         x, prologue = insert(gm, node, "rms_norm", (x, norm, eps), like=node), ""
     values = [w.meta["val"] for w in weights]
     n, k = sum(int(v.shape[0]) for v in values), int(values[0].shape[1])

@@ -56,7 +56,7 @@ def fp8(weight):
 
 
 def dequantised(made, keep=int4, head=None):
-    """An uncompiled copy that holds what packing keeps of layers and head: gains folded, rounded, and back."""
+    """An uncompiled copy that holds what packing keeps of layers and head: rounded and back, gains folded into FP8."""
     plain = copy.deepcopy(made)
     for layer in plain.model.layers:
         a, m = layer.self_attn, layer.mlp
@@ -65,15 +65,15 @@ def dequantised(made, keep=int4, head=None):
             (layer.post_attention_layernorm, (m.gate_proj, m.up_proj)),
             (None, (a.o_proj, m.down_proj)),
         ):
+            folded = norm is not None and keep is fp8
             for linear in linears:
-                linear.weight.copy_(keep(linear.weight if norm is None else linear.weight * norm.weight))
+                linear.weight.copy_(keep(linear.weight * norm.weight if folded else linear.weight))
                 if keep is fp8:
                     linear.register_forward_pre_hook(fp8_input)
-            if norm is not None:
+            if folded:
                 norm.weight.fill_(1.0)
     if head is not None:
-        plain.lm_head.weight = torch.nn.Parameter(head(plain.lm_head.weight * plain.model.norm.weight), False)
-        plain.model.norm.weight.fill_(1.0)
+        plain.lm_head.weight = torch.nn.Parameter(head(plain.lm_head.weight), False)
     return plain
 
 
