@@ -15,6 +15,8 @@ import fu_compile
 pytestmark = pytest.mark.slow
 
 NEW = 9  # the prefill's token and 8 decode steps
+ANGLES = {"aten.matmul.default": 1}
+"""transformers 5.17 multiplies frequencies and positions by matmul, once for the whole model; an attention has two."""
 BLOCK = ("linear", "silu", "softmax", "scaled_dot", "matmul", "index_copy", "rsqrt")
 
 
@@ -48,7 +50,7 @@ def check(cfg) -> None:
     assert report.counters["fallbacks"] == 0
     assert report.counters["decode_calls"] == 8 * len(calls)
     for graph in report.graphs:
-        left = [op for op in graph.left_to_aten if any(b in op for b in BLOCK)]
+        left = [op for op, n in graph.left_to_aten.items() if any(b in op for b in BLOCK) and n > ANGLES.get(op, 0)]
         assert left == [], f"{graph.phase}: {left}"
         n = cfg.num_hidden_layers
         assert graph.fired()["attention"] == graph.fired()["qkv"] == graph.fired()["swiglu"] == n

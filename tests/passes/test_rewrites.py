@@ -153,7 +153,9 @@ lm_head: linear_exact('rms', '') -> [1, 1, 131]""",
 
 def test_nothing_of_the_block_is_left_and_inputs_stay_in_order():
     layer = Layer("decode").run()
-    left = {str(n.target) for n in layer.gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
+    # transformers 5.17 multiplies frequencies and positions by matmul, in the rotary embedding before the layers
+    nodes = [n for n in layer.gm.graph.nodes if not passes.layer_of(n).endswith("rotary_emb")]
+    left = {str(n.target) for n in nodes if isinstance(n.target, torch._ops.OpOverload)}
     block = ("linear", "silu", "softmax", "scaled_dot", "index_copy", "rsqrt", "matmul")
     assert not {x for x in left if x.startswith("aten") and any(b in x for b in block)}
     # six tensors of the cache (two of them tables), then four packed weights: the order in which the runtime binds
