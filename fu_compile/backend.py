@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import lowerings, ops, passes, plan
+from . import ops, passes, plan
 from .caches import guard_static_caches
 from .capture import Captured, capture
 from .errors import (
@@ -37,6 +37,7 @@ from .errors import (
     TrainingModeError,
     through_dynamo,
 )
+from .lowerings import choose, using
 from .options import Options
 from .report import GraphReport, ModelReport, new_record, unwrap
 from .runtime import CompiledGraph, Signature, Size
@@ -220,7 +221,7 @@ def describe(captured: Captured, ctx: passes.Context, options: Options, index: i
             if name not in report.lowerings:
                 device = node.meta["val"].device if isinstance(node.meta.get("val"), Tensor) else _device(captured)
                 operands = fx.map_arg(node.args, lambda n: n.meta.get("val"))
-                chosen, passed = lowerings.choose(name, device.type, *operands, lowering=options.lowering)
+                chosen, passed = choose(name, device.type, *operands, lowering=options.lowering)
                 why = "; ".join(f"{n}: {r}" for n, r in passed) or "first in the table"
                 report.lowerings[name] = (chosen.name, why)
         elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
@@ -267,7 +268,7 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     signature = sign(done)
     inner = compile_rest(done.gm, None, options, record)
     if options.lowering != "auto":
-        inner = lowerings.using(options.lowering)(inner)
+        inner = using(options.lowering)(inner)
     done.report.seconds["rest"] = time.perf_counter() - start
     record.add_graph(done.report)
     record.counters["bytes_original"] = _bytes(record)
