@@ -88,6 +88,9 @@ DEVICE void bar_arrive(int id) {
 DEVICE void barrier_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// The two halves of barrier_cluster: what is between them need not wait.
+DEVICE void barrier_cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void barrier_cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE u32 cluster_ctarank() {
     u32 r;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
@@ -165,10 +168,25 @@ DEVICE void st_shared_f2(u32 a, f32x2 v) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(v.x), "f"(v.y) : "memory");
 }
 DEVICE void st_shared_f32(u32 a, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory"); }
+DEVICE void st_shared_u16(u32 a, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"(v) : "memory"); }
+DEVICE void st_cluster_f32(u32 a, float v) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory");
+}
+DEVICE void st_cluster_f2(u32 a, f32x2 v) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(v.x), "f"(v.y) : "memory");
+}
 // Through L2: another grid wrote it, perhaps while this one was already resident.
 DEVICE u32x4 ld_global_cg_v4(const void* p) {
     u32x4 v;
     asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+DEVICE void ld_global_cg_v2(const void* p, u32& x, u32& y) {
+    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "l"(p));
+}
+DEVICE u32 ld_global_cg_u32(const void* p) {
+    u32 v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 DEVICE u16 ld_global_cg_u16(const void* p) {
@@ -200,6 +218,12 @@ DEVICE u32 shf_r(u32 lo, u32 hi, u32 n) {
 DEVICE u32 mul_bf16x2(u32 a, u32 b) {
     u32 r;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+// Transposes an 8 x 8 matrix of 16-bit values; lane 4g + t holds row g, columns 2t, 2t+1, before and after.
+DEVICE u32 movmatrix_trans(u32 v) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
     return r;
 }
 DEVICE float ex2_approx(float x) {
@@ -251,5 +275,15 @@ DEVICE u16 from_f32(float v) {
         asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v));
     else
         asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
+    return r;
+}
+// Two of them: x in the low half.
+template <bool HALF>
+DEVICE u32 from_f32x2(float x, float y) {
+    u32 r;
+    if constexpr (HALF)
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x));
+    else
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x));
     return r;
 }
