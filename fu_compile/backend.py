@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import ops, passes, plan
+from . import ops, passes, plan, repro
 from .caches import guard_static_caches
 from .capture import Captured, capture
 from .errors import (
@@ -39,7 +39,7 @@ from .errors import (
 )
 from .lowerings import choose, using
 from .options import Options
-from .report import GraphReport, ModelReport, new_record, unwrap
+from .report import GraphReport, ModelReport, memory_of, new_record, store_of, unwrap
 from .runtime import CompiledGraph, Signature, Size
 
 log = logging.getLogger(__name__)
@@ -155,6 +155,7 @@ def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options,
 def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, index: int) -> Rewritten:
     """All passes on one of Dynamo's graphs."""
     captured = capture(gm, example_inputs)
+    source = repro.write_down(captured, name_of(gm), options)
     ctx = passes.Context(inputs=captured.inputs)
     passes.run(captured.gm, ctx, passes.RECOGNISE)
     if not plan.attentions(captured.gm):
@@ -211,6 +212,8 @@ def describe(captured: Captured, ctx: passes.Context, options: Options, index: i
         reasons=decision.reasons(),
         events=ctx.events,
         seconds={"capture": captured.seconds, **ctx.seconds},
+        memory=memory_of(captured, ctx),
+        store=store_of(captured),
     )
     left: Counter[str] = Counter()
     for node in captured.gm.graph.nodes:

@@ -15,9 +15,11 @@ import dataclasses
 import inspect
 import io
 import itertools
+import math
 import re
 import shutil
 import sys
+import time
 import types
 import weakref
 from collections import Counter
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
     import torch
     from rich.console import RenderableType
 
-    from fu_compile.passes import Event
+    from fu_compile.capture import Captured
+    from fu_compile.passes import Context, Event
+    from fu_compile.repro import Source
 
 VERSION = 1
 """Version of the dictionary that :meth:`Report.as_dict` makes."""
@@ -58,6 +62,25 @@ COUNTERS: dict[str, str] = {
     "bytes_kv": "bytes of INT4 caches",
 }
 """Every counter and its meaning: the keys of ``report.counters``."""
+
+MEMORY: dict[str, str] = {
+    "parameters": "the model's own parameters",
+    "int4": "packed INT4 weights, scales included",
+    "fp8": "packed FP8 weights, scales included",
+    "bf16": "16-bit weights with the gain folded",
+    "kv_model": "the model's own cache",
+    "kv_int4": "INT4 cache, tables included",
+}
+"""What memory goes to, and its meaning: the keys of ``GraphReport.memory``."""
+
+STORES: dict[str, str] = {
+    "none": "no cache",
+    "DynamicCache": "a cache that grows with every token",
+    "StaticCache": "the model's own StaticCache",
+    "StaticCache + INT4": "the user's StaticCache, with an INT4 copy that attention reads",
+    "Int4Cache": "the user's own INT4 store (fu_compile.Int4Cache)",
+}
+"""Which cache a graph works on: the values of ``GraphReport.store``."""
 
 PIECES = ("norms", "qkv", "attention", "cache", "swiglu", "residual", "head")
 """Columns of the layer map."""
@@ -89,6 +112,8 @@ _OPERATORS: dict[str, tuple[tuple[str, str], ...]] = {
     "attention_prefill": (("attention", "model"),),
     "kv_store": (("cache", "int4"),),
     "kv_append_": (("cache", "int4"),),
+    "kv_extend_": (("cache", "int4"),),
+    "kv_update": (("cache", "int4"),),
     "kv_dequantize": (("cache", "int4"),),
 }
 """Operator -> the pieces it runs and their format; an empty format means: as the projection beside it."""
@@ -143,8 +168,18 @@ class GraphReport:
     left_to_aten: dict[str, int] = field(default_factory=dict)
     """ATen operators that remain -> how many."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Step (``capture``, a pass, ``lowering``...) -> seconds."""
+    """Step (``capture``, a pass, ``rest``: compiling, ``packing``) -> seconds. All of it is paid once."""
     calls: int = 0
+    memory: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Layer -> key of :data:`MEMORY` -> bytes that a call of this graph needs; sizes as in the first call."""
+    store: str = "none"
+    """Which cache the graph reads and writes, a key of :data:`STORES`."""
+    timed_calls: int = 0
+    """Calls inside :func:`timed`."""
+    timed_seconds: float = 0.0
+    """Wall time of these calls."""
+    source: Source | None = field(default=None, repr=False)
+    """What :meth:`repro` writes down."""
 
     def operators(self) -> Counter[str]:
         """How many of each of our operators the final graph has."""
@@ -158,10 +193,25 @@ class GraphReport:
         """What a pass nearly took."""
         return [event for event in self.events if not event.fired]
 
+    @property
+    def mean_seconds(self) -> float | None:
+        """Mean wall time of the calls inside :func:`timed`; none without any."""
+        return self.timed_seconds / self.timed_calls if self.timed_calls else None
+
+    def repro(self, path: str | Path) -> Path:
+        """Writes a script that rebuilds this graph with random data and compares it with the unrewritten one.
+
+        Raises:
+            DataError: the graph holds something that has no form as text.
+        """
+        from fu_compile.repro import write
+
+        return write(self, path)
+
     def as_dict(self) -> dict[str, Any]:
-        """Everything, in types that JSON has."""
+        """Everything but the source, in types that JSON has."""
         return {
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "source"},
             "events": [dataclasses.asdict(event) for event in self.events],
             "fused": [list(entry) for entry in self.fused],
             "lowerings": {name: list(pair) for name, pair in self.lowerings.items()},
@@ -354,6 +404,9 @@ def report(model: torch.nn.Module | None = None) -> Report:
         return Report(_records)
     model = unwrap(model)
     records = records_of(model)
+    inside = {type(module).__name__ for module in model.modules()}
+    for record in records:  # made from a graph, which only knows the modules inside the model
+        record.name = type(model).__name__ if record.name in inside else record.name
     nothing = (
         f"no call of this {type(model).__name__} has reached backend 'futransformer' yet;"
         " print(fu_compile.doctor(model)) says whether one will"
@@ -506,6 +559,135 @@ def _made_up_inputs(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
             twin.update(states, states, layer)
 
 
+# ---- where the memory goes -----------------------------------------------------------------------------------------
+
+
+def memory_of(captured: Captured, ctx: Context) -> dict[str, dict[str, int]]:
+    """``GraphReport.memory`` of a rewritten graph, from the shapes of its inputs. Nothing is allocated for it."""
+    from torch import Tensor
+
+    from fu_compile.passes import layer_of
+
+    found: dict[str, Counter[str]] = {}
+
+    def add(path: str, kind: str, *values: Any) -> None:
+        for v in values:
+            if isinstance(v, Tensor) and v.dim():
+                row = found.setdefault(_layer(path), Counter())
+                row[kind] += math.prod(map(_hint, v.shape)) * v.element_size()
+
+    nodes = captured.gm.graph.nodes
+    values = {n.name: n.meta.get("val") for n in nodes if n.op == "placeholder"}
+    own = "kv_int4" if store_of(captured) == "Int4Cache" else "kv_model"
+    layers = {m[2]: m[1] for i in captured.inputs if i.kind == "parameter" and (m := _NUMBERED.match(i.path))}
+    for i in captured.inputs:
+        if i.kind == "parameter":
+            add(i.path, "parameters", values.get(i.name))
+        elif i.kind == "cache" and (number := re.search(r"\blayers\.(\d+)\.", i.path)):
+            add(layers.get(number[1], ""), own, values.get(i.name))
+    for name in ctx.extra:  # what the passes added: packed_<projection>_<tensor>, kv_<layer>_<tensor>
+        what, index, _ = name.split("_")
+        if what == "packed":
+            spec = ctx.data["pack_weights"][int(index)]
+            add(spec.name, spec.precision, values[name])
+        else:
+            add(ctx.data["redirect_kv"][int(index)].layer, "kv_int4", values[name])
+    for node in nodes:
+        if str(node.target) == "futransformer.kv_store.default":  # a cache that the graph makes itself
+            keys = node.args[0].meta["val"]
+            add(layer_of(node), "kv_model", keys, keys)
+            add(layer_of(node), "kv_int4", *node.meta["val"])
+    return {layer: dict(row) for layer, row in found.items()}
+
+
+_NUMBERED = re.compile(r"^((?:.*\.)?(?:layers|h|blocks)\.(\d+))\.")
+
+
+def _hint(n: Any) -> int:
+    """A size as a number: that of the first call where it is symbolic, and no guard is added; 0 where it depends on
+    data."""
+    return n if isinstance(n, int) else int(n.node.hint or 0)
+
+
+def _layer(path: str) -> str:
+    """The decoder layer that a module path lies in, or :data:`REST`."""
+    match = _LAYER.match(path)
+    return match.group(1) if match else REST
+
+
+def store_of(captured: Captured) -> str:
+    """``GraphReport.store`` of a captured graph, before the passes decide about a copy."""
+    import torch
+
+    caches = {i.name for i in captured.inputs if i.kind == "cache"}
+    nodes = captured.gm.graph.nodes
+    if any(getattr(n.meta.get("val"), "dtype", None) == torch.uint8 for n in nodes if n.name in caches):
+        return "Int4Cache"
+    names = {str(n.target) for n in nodes}
+    if any("kv_store" in n or "qkv_append" in n or "attention_int4" in n for n in names):
+        return "StaticCache + INT4"
+    if any("kv_cat" in n for n in names):
+        return "DynamicCache"
+    return "StaticCache" if any("kv_write_" in n or "kv_roll_" in n or "kv_fill_" in n for n in names) else "none"
+
+
+def memory(graphs: Iterable[GraphReport]) -> dict[str, dict[str, int]]:
+    """Layer -> key of :data:`MEMORY` -> bytes over several graphs of one model; layers in order, the rest last.
+
+    Graphs share parameters and packed weights of equal precision: the largest counts. Caches belong to calls, so here
+    too the largest of a layer counts.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for graph in graphs:
+        for layer, row in graph.memory.items():
+            known = found.setdefault(layer, {})
+            for kind, size in row.items():
+                known[kind] = max(known.get(kind, 0), size)
+    return {layer: found[layer] for layer in sorted(found, key=_in_order)}
+
+
+# ---- times ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def timed(model: torch.nn.Module | None = None) -> Iterator[None]:
+    """Inside, the wall time of every call of the graphs that exist by now is added up (``GraphReport.mean_seconds``).
+
+    Outside nothing is timed: a decode step runs no line of this. A CUDA device is synchronised before and after each
+    call inside, so the times are those of the work and not of its launch.
+
+    Args:
+        model: a compiled model; none: all models of this process.
+    """
+    import torch
+
+    graphs = [compiled for record in report(model).models for compiled in record.alive]
+    inner = [compiled.inner for compiled in graphs]
+
+    def timer(graph: GraphReport, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            cuda = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
+            if cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            out = run(*args)
+            if cuda:
+                torch.cuda.synchronize()
+            graph.timed_calls += 1
+            graph.timed_seconds += time.perf_counter() - start
+            return out
+
+        return call
+
+    for compiled, run in zip(graphs, inner, strict=True):
+        compiled.inner = timer(compiled.graph, run)
+    try:
+        yield
+    finally:
+        for compiled, run in zip(graphs, inner, strict=True):
+            compiled.inner = run
+
+
 # ---- the layer map -------------------------------------------------------------------------------------------------
 
 _LAYER = re.compile(r"^(.*?\.?\d+)(\.|$)")
@@ -518,8 +700,7 @@ def layer_map(graph: GraphReport) -> dict[str, dict[str, Cell]]:
     rows: dict[str, dict[str, Cell]] = {}
 
     def cell(path: str, piece: str) -> Cell:
-        match = _LAYER.match(path)
-        return rows.setdefault(match.group(1) if match else REST, {p: Cell() for p in PIECES})[piece]
+        return rows.setdefault(_layer(path), {p: Cell() for p in PIECES})[piece]
 
     for path, name, detail in graph.fused:
         lowering, why = graph.lowerings.get(name, ("", ""))
@@ -536,7 +717,7 @@ def layer_map(graph: GraphReport) -> dict[str, dict[str, Cell]]:
         _add(
             target.notes, f"{event.name} did not take {event.layer or event.node}: {event.note} ({short(event.where)})"
         )
-    return dict(sorted(rows.items(), key=lambda item: (item[0] == REST, _natural(item[0]))))
+    return {layer: rows[layer] for layer in sorted(rows, key=_in_order)}
 
 
 def _pieces_of(path: str, name: str, detail: str) -> list[tuple[str, str]]:
@@ -551,6 +732,10 @@ def _pieces_of(path: str, name: str, detail: str) -> list[tuple[str, str]]:
 
 def _piece_of_path(path: str) -> str:
     return next((piece for pattern, piece in _PATH_PIECES if re.search(pattern, path)), "head")
+
+
+def _in_order(layer: str) -> tuple[bool, list[Any]]:
+    return layer == REST, _natural(layer)
 
 
 def _natural(text: str) -> list[Any]:
@@ -629,13 +814,10 @@ def short(where: str) -> str:
     return re.split(r"(?:site|dist)-packages[/\\]", where)[-1]
 
 
-def title_of(graph: GraphReport) -> str:
-    """``graph 0: prefill, batch 1, 16 tokens, 3 calls``."""
-    plural = "" if graph.calls == 1 else "s"
-    return (
-        f"graph {graph.index}: {graph.phase}, batch {graph.batch}, query length {graph.query_length},"
-        f" {graph.calls} call{plural}"
-    )
+def title_of(graph: GraphReport, calls: bool = True) -> str:
+    """``graph 0: prefill, batch 1, query length 16, 3 calls``."""
+    text = f"graph {graph.index}: {graph.phase}, batch {graph.batch}, query length {graph.query_length}"
+    return text + (f", {graph.calls} call{'' if graph.calls == 1 else 's'}" if calls else "")
 
 
 def _model_text(model: ModelReport) -> Iterator[RenderableType]:

@@ -8,6 +8,7 @@ comparison fails: packing, importing a cache, reading a length from the device.
 from __future__ import annotations
 
 import operator
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -236,7 +237,10 @@ class CompiledGraph:
         packs, repacks = STORE.packs, STORE.repacks
         self._bindings.pop(anchor, None)  # its constants may be freed before new ones are made
         del binding
+        start = time.perf_counter()
         fresh = self._bindings[anchor] = Binding(self.signature, args)
+        seconds = self.graph.seconds
+        seconds["packing"] = seconds.get("packing", 0.0) + time.perf_counter() - start
         if self._anchor is not None:
             weakref.finalize(args[self._anchor], self._bindings.pop, anchor, None)
         self.counters["packs"] += STORE.packs - packs
