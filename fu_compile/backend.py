@@ -168,7 +168,9 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options,
     ctx.decision = plan.decide(captured.gm, options)
     ctx.data["keep_kv"] = keep_kv(captured, example_inputs) if ctx.decision.cache.value == "int4" else {}
     passes.run(captured.gm, ctx, passes.REWRITE)
-    return Rewritten(captured, ctx, ctx.decision, describe(captured, ctx, options, index))
+    report = describe(captured, ctx, options, index)
+    report.source = source
+    return Rewritten(captured, ctx, ctx.decision, report)
 
 
 def check_dtypes(captured: Captured) -> None:
