@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from fu_compile.doctor import doctor as doctor
     from fu_compile.errors import FuError as FuError
     from fu_compile.errors import FuWarning as FuWarning
+    from fu_compile.generate import generate as generate
+    from fu_compile.int4_cache import Int4Cache as Int4Cache
+    from fu_compile.int4_cache import KeyTables as KeyTables
+    from fu_compile.int4_cache import calibrate_keys as calibrate_keys
     from fu_compile.options import Options as Options
     from fu_compile.report import explain as explain
     from fu_compile.report import report as report
@@ -28,15 +32,19 @@ if TYPE_CHECKING:
 _PUBLIC: dict[str, tuple[str, str | None]] = {
     "FuError": ("errors", "FuError"),
     "FuWarning": ("errors", "FuWarning"),
+    "Int4Cache": ("int4_cache", "Int4Cache"),
+    "KeyTables": ("int4_cache", "KeyTables"),
     "Options": ("options", "Options"),
+    "calibrate_keys": ("int4_cache", "calibrate_keys"),
     "compile": ("backend", "compile"),
     "doctor": ("doctor", None),
     "errors": ("errors", None),
     "explain": ("report", "explain"),
+    "generate": ("generate", None),
     "report": ("report", None),
 }
 
-__all__ = ["FuError", "FuWarning", "Options", "__version__", "compile", "doctor", "errors", "explain", "report"]
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

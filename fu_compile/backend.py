@@ -202,6 +202,20 @@ def keep_kv(captured: Captured, example_inputs: Sequence[Any]) -> dict[str, str]
     return kept
 
 
+def uncentred(done: Rewritten, example_inputs: Sequence[Any]) -> str:
+    """What an Int4Cache without key tables loses with this model's keys, or an empty string."""
+    for node, *_ in done.ctx.data["int4_cache"]:
+        reason = done.ctx.data["keep_kv"].get(passes.layer_of(node))
+        mean = next(a for a in node.args if isinstance(a, fx.Node) and done.ctx.path(a).endswith("key_mean"))
+        tables = example_inputs[done.ctx.index(mean)]
+        if reason and not tables.is_meta and not bool(tables.any()):
+            return (
+                f"{passes.layer_of(node)}: {reason.partition(', so ')[0].partition(': without')[0]}; this Int4Cache has"
+                " no key tables: make it with model=model, or tables=fu_compile.calibrate_keys(model, text)"
+            )
+    return ""
+
+
 def describe(captured: Captured, ctx: passes.Context, options: Options, index: int) -> GraphReport:
     """The report of a rewritten graph."""
     decision = ctx.decision
@@ -269,6 +283,9 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
                 raise
             leave(record, error)
         return compile_rest(gm, example_inputs, options, record)
+    if (lost := uncentred(done, example_inputs)) and lost not in record.notes:
+        record.notes.append(lost)
+        warnings.warn(lost, FuWarning, stacklevel=2)
     start = time.perf_counter()
     signature = sign(done)
     inner = compile_rest(done.gm, None, options, record)
@@ -432,20 +449,24 @@ _WRITES = {"kv_write_": (0, 1), "qkv_append": (6, 14), "attention_int4": (6, 14)
 
 
 def limits_of(done: Rewritten) -> list[tuple[int, Size, str]]:
-    """(index of the cumulative_length, slots, layer) of every StaticCache that the graph writes; each length once."""
+    """(index of the cumulative_length, slots, layer) of every cache that the graph writes; each length once."""
     from .caches import length_input
 
+    int4 = {writer: (position, slots) for writer, position, slots in done.ctx.data["int4_cache"]}
     found: dict[int, tuple[int, Size, str]] = {}
     for node in done.gm.graph.nodes:
-        where = _WRITES.get(ops.name_of(node.target) or "")
-        if where is None:
+        if node in int4:
+            position, slots = int4[node]
+        elif (where := _WRITES.get(ops.name_of(node.target) or "")) is not None:
+            position, slots = node.args[where[1]], node.args[where[0]].meta["val"].shape[2]
+        else:
             continue
-        cache, position = node.args[where[0]], node.args[where[1]]
+        slots = slots.meta["val"] if isinstance(slots, fx.Node) else slots
         index = length_input(done.ctx, position)
         if index is not None and index not in found:
-            slots = size_of(done, str(cache.meta["val"].shape[2]))
-            if slots is not None:
-                found[index] = (index, slots, passes.layer_of(node))
+            limit = size_of(done, str(slots))
+            if limit is not None:
+                found[index] = (index, limit, passes.layer_of(node))
     return list(found.values())
 
 

@@ -14,8 +14,8 @@ Shapes: B batch, S tokens of this call, L cache slots, Hq query heads, Hkv key/v
 columns (R <= D), N output and K input features, P pages of 64 tokens.
 
 Meaning of the fused operators (the *quantised reference*): dequantise to float32, compute in float32, round once to
-the dtype of ``x``. ``prologue`` is ``""`` or ``"rms"`` (x / sqrt(mean(x^2) + eps), the gain already folded into the
-weight). ``epilogue`` is the ``|``-joined sub-sequence of ``bias``, ``swiglu``, ``residual``:
+the dtype of ``x``. ``prologue`` is ``""`` or ``"rms"`` (x / sqrt(mean(x^2) + eps); the gain is folded into the weight,
+except in ``linear_int4``). ``epilogue`` is the ``|``-joined sub-sequence of ``bias``, ``swiglu``, ``residual``:
 
     bias      y + bias                                  bias: [N]
     swiglu    silu(y[..., :N/2]) * y[..., N/2:]         the output has N/2 columns
@@ -82,8 +82,9 @@ SCHEMAS: dict[str, str] = {
     # What is quantised is P(x): behind the norm no massive token can push the other rows into e4m3's subnormals.
     "linear_fp8": f"(Tensor x, Tensor weight, Tensor weight_scale, Tensor(a!) act, {_EPILOGUE}, str scaling) -> Tensor",
     # packed: [bytes] u8, formats.pack_int4 of an [n, k] weight with this group; with swiglu in the epilogue its rows
-    # are in formats.interleave_gate_up order.
-    "linear_int4": f"(Tensor x, Tensor packed, int n, int k, int group, {_EPILOGUE}) -> Tensor",
+    # are in formats.interleave_gate_up order. gain: [K] in x's dtype, only with "rms": what is multiplied is x * gain
+    # rounded to x's dtype, the operand of a tensor core; 1 / sqrt(mean(x^2) + eps) comes after, in float32.
+    "linear_int4": f"(Tensor x, Tensor packed, int n, int k, int group, {_EPILOGUE}, Tensor? gain=None) -> Tensor",
     # ---- fused: attention -------------------------------------------------------------------------------------
     # qkv: [B, S, (Hq + 2 Hkv) * D] -> q: [B, Hq, S, D], k, v: [B, Hkv, S, D]; q/k norm, then RoPE, in float32
     "qkv_rope": f"(Tensor qkv, Tensor cos, Tensor sin, {_NORMS}, {_HEADS}) -> (Tensor, Tensor, Tensor)",
@@ -110,6 +111,19 @@ SCHEMAS: dict[str, str] = {
     "kv_store": "(Tensor keys) -> (Tensor, Tensor, Tensor, Tensor)",
     # The cache on its own: quantise the pages first..last-1 of keys, values: [B, Hkv, L, D] into the store.
     "kv_append_": f"(Tensor keys, Tensor values, {_STORE}, {_TABLES}, int first, int last) -> ()",
+    # An Int4Cache layer, keys and values: [B, Hkv, 64, D], its unfinished page (slot = position % 64): appends k, v:
+    # [B, Hkv, S, D]; a page that becomes complete is quantised. In qkv_append, attention_int4 and attention_prefill
+    # keys and values of 64 rows beside a store of more than one page mean the same; there attention_prefill stands
+    # before kv_extend_, since finished rows make room for new ones.
+    "kv_extend_": (
+        f"(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, {_STORE}, {_TABLES}, Tensor position) -> ()"
+    ),
+    # kv_extend_, and keys, values: [B, Hkv, length, D] as attention sees them: pages that were complete before the call
+    # as they decode, the unfinished page and the tokens of the call exactly, zeros behind.
+    "kv_update": (
+        f"(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, {_STORE}, {_TABLES}, Tensor position,"
+        " SymInt length) -> (Tensor, Tensor)"
+    ),
     # codes: [B, Hkv, P, 64, D/2], scales: [B, Hkv, P, 64] -> [B, Hkv, pages*64, D] f32; with mean and balance (keys)
     # the rotation is undone: balance * H(codes * scale) + mean.
     "kv_dequantize": "(Tensor codes, Tensor scales, Tensor? mean, Tensor? balance, int pages) -> Tensor",
@@ -203,7 +217,9 @@ FAKES: dict[str, Callable[..., Any]] = {
     "linear_fp8": lambda x, weight, weight_scale, act, bias, residual, eps, scale, prologue, epilogue, scaling: _out(
         x, weight.shape[0], epilogue
     ),
-    "linear_int4": lambda x, packed, n, k, group, bias, residual, eps, scale, prologue, epilogue: _out(x, n, epilogue),
+    "linear_int4": lambda x, packed, n, k, group, bias, residual, eps, scale, prologue, epilogue, gain=None: _out(
+        x, n, epilogue
+    ),
     "qkv_rope": lambda qkv, cos, sin, q_norm, k_norm, eps, q_heads, kv_heads, head_dim: _heads(
         qkv, q_heads, kv_heads, head_dim
     ),
@@ -212,6 +228,11 @@ FAKES: dict[str, Callable[..., Any]] = {
     "attention_prefill": lambda q, *args: q.new_empty((q.shape[0], q.shape[2], q.shape[1] * q.shape[3])),
     "kv_store": _kv_store,
     "kv_append_": _nothing,
+    "kv_extend_": _nothing,
+    "kv_update": lambda k, v, *args: (
+        k.new_empty((k.shape[0], k.shape[1], args[-1], k.shape[3])),
+        v.new_empty((v.shape[0], v.shape[1], args[-1], v.shape[3])),
+    ),
     "kv_dequantize": lambda codes, scales, mean, balance, pages: codes.new_empty(
         (codes.shape[0], codes.shape[1], pages * PAGE, codes.shape[-1] * 2), dtype=torch.float32
     ),

@@ -73,7 +73,7 @@ def attentions(gm: fx.GraphModule) -> list[fx.Node]:
 
 def _caches(gm: fx.GraphModule) -> set[str]:
     names = (ops.name_of(n.target) for n in gm.graph.nodes)
-    return {n for n in names if n in ("kv_write_", "kv_roll_", "kv_fill_", "kv_cat")}
+    return {n for n in names if n in ("kv_write_", "kv_roll_", "kv_fill_", "kv_cat", "kv_update")}
 
 
 def _say(size: object) -> Choice:
@@ -105,6 +105,8 @@ def decide(gm: fx.GraphModule, options: Options) -> Decision:
 
     if not caches:
         cache = Choice("none", "no cache in this graph")
+    elif "kv_update" in caches:
+        cache = Choice("int4", "the call's Int4Cache")
     elif options.kv_cache == "model":
         cache = Choice("model", "option kv_cache")
     elif options.kv_cache == "int4-channel":

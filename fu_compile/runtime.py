@@ -127,9 +127,9 @@ class Binding:
 
 
 def _tables(spec: KVSpec, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    sources = [args[i] for i in (*spec.weights, *spec.biases)]
+    weights, biases = ([args[i] for i in indices] for indices in (spec.weights, spec.biases))
     norm = None if spec.key_norm is None else args[spec.key_norm]
-    reason = key_risk(sources[: len(spec.weights)], sources[len(spec.weights) :], norm, spec.heads)
+    reason = key_risk(weights, biases, norm, spec.heads)
     if reason:  # the graph was made for other weights, of this model or of another of its kind
         raise WeightsChangedError(
             f"{reason}; the compiled graph does not",
@@ -140,7 +140,9 @@ def _tables(spec: KVSpec, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
         device = next(a.device for a in args if isinstance(a, Tensor))
         return formats.kv_tables(spec.heads[1], spec.heads[2], device)
     inv_freq = None if spec.inv_freq is None else args[spec.inv_freq]
-    return STORE.get(("tables", spec.heads), sources, lambda: key_tables(spec, sources, inv_freq))  # type: ignore[return-value]
+    return STORE.get(  # type: ignore[return-value]
+        ("tables", spec.heads), [*weights, *biases], lambda: key_tables(spec.heads, weights, biases, inv_freq)
+    )
 
 
 def _none() -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import formats
-from .caches import KVSpec, version
+from .caches import version
 
 _NEVER = -1
 BLOCK = 1 << 22
@@ -109,18 +109,19 @@ class PackSpec:
         return (packed,)
 
 
-def key_tables(spec: KVSpec, sources: Sequence[Tensor], inv_freq: Tensor | None) -> tuple[Tensor, Tensor]:
+def key_tables(
+    heads: tuple[int, int, int], weights: Sequence[Tensor], biases: Sequence[Tensor], inv_freq: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Key mean and balance of a layer with a k_proj bias, [Hkv, D] float32 each, before any calibration.
 
-    ``sources`` are the q/k/v weights, then their biases. The mean is that of the rotated bias over positions, the
-    balance is quant.md's (E k^2 / E q^2)^(1/4), equal on RoPE pairs, with the second moments that the bias and
-    unit-variance inputs give: b^2 + |w|^2 per row.
+    ``heads``: query heads, key/value heads, head_dim; ``weights`` and ``biases``: those of q, k and v, joined or not.
+    The mean is that of the rotated bias over positions, the balance is quant.md's (E k^2 / E q^2)^(1/4), equal on RoPE
+    pairs, with the second moments that the bias and unit-variance inputs give: b^2 + |w|^2 per row.
     """
-    q_heads, kv_heads, dim = spec.heads
-    device = sources[0].device
-    count = len(spec.weights)
-    w = torch.cat([s.detach() for s in sources[:count]]) if count > 1 else sources[0].detach()
-    b = torch.cat([s.detach().float() for s in sources[count:]])
+    q_heads, kv_heads, dim = heads
+    device = weights[0].device
+    w = torch.cat([w.detach() for w in weights]) if len(weights) > 1 else weights[0].detach()
+    b = torch.cat([b.detach().float() for b in biases])
     cut = [q_heads * dim, kv_heads * dim]
     power = torch.linalg.vector_norm(w[: sum(cut)], dim=1, dtype=torch.float32).square() + b[: sum(cut)].square()
     mean, _ = formats.kv_tables(kv_heads, dim, device, key_bias=b[cut[0] : sum(cut)], inv_freq=inv_freq)

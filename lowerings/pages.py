@@ -7,8 +7,8 @@
 
 ``c`` = pages that were complete before this call. On a CPU the float32 rows hang on the storage of k_codes: a page is
 decoded once, the exact rows (fewer than 64, plus the tokens of the call) are copied at every call. Whoever else writes
-to the store moves a version and the decoded pages are dropped. A store without versions (inference tensors) and
-stores on other devices are decoded at every call.
+to the store moves a version and the decoded pages are dropped. A store without versions (inference tensors), stores on
+other devices and those of an Int4Cache, whose point is memory, are decoded at every call.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ class Store:
         return None if None in versions else (*versions, *(t.data_ptr() for t in tensors), self.k_codes.shape)
 
     def encode(self, keys: Tensor, values: Tensor, first: int, last: int) -> None:
-        """Quantises the pages first .. last-1 of keys and values: [B, Hkv, L, D]. Slots beyond L count as zero."""
-        rows = slice(first * PAGE, last * PAGE)
-        k, v = keys[:, :, rows], values[:, :, rows]
-        missing = (last - first) * PAGE - k.shape[2]
+        """Quantises the rows of the pages first .. last-1: keys and values are [B, Hkv, <= (last - first) * 64, D].
+
+        Missing rows (slots beyond the end of a StaticCache) count as zero.
+        """
+        missing = (last - first) * PAGE - keys.shape[2]
         if missing:
-            k, v = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (k, v))
+            keys, values = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (keys, values))
         for (codes, scales), to_codes, to_scales in (
-            (formats.encode_keys(k, self.key_mean, self.key_balance), self.k_codes, self.k_scales),
-            (formats.encode_rows(v), self.v_codes, self.v_scales),
+            (formats.encode_keys(keys, self.key_mean, self.key_balance), self.k_codes, self.k_scales),
+            (formats.encode_rows(values), self.v_codes, self.v_scales),
         ):
             to_codes[:, :, first:last].copy_(codes.unflatten(2, (-1, PAGE)))
             to_scales[:, :, first:last].copy_(scales.unflatten(2, (-1, PAGE)))
@@ -76,39 +77,81 @@ class _Decoded:
     """decoded pages with a non-finite value: only then do masked rows have to be cleaned"""
 
 
+def paged(keys: Tensor, store: Store) -> bool:
+    """Whether keys: [B, Hkv, L, D] hold only the unfinished page (Int4Cache), not every token (StaticCache)."""
+    return keys.shape[2] == PAGE and store.k_codes.shape[2] > 1
+
+
 def append(store: Store, keys: Tensor, values: Tensor, first: int, last: int) -> None:
-    """:meth:`Store.encode` that keeps what is decoded in step: pages before ``first`` stay decoded."""
+    """Quantises the pages first .. last-1 of keys and values: [B, Hkv, L, D], which hold every token.
+
+    What is decoded stays in step: pages before ``first`` stay decoded.
+    """
     if last <= first:
         return
     memo = _memo(store, keys.shape[1], keys.shape[-1])
-    store.encode(keys, values, first, last)
+    rows = slice(first * PAGE, last * PAGE)
+    store.encode(keys[:, :, rows], values[:, :, rows], first, last)
     if memo is not None:
         memo.pages, memo.versions = min(memo.pages, first), store.versions()
 
 
+def exact_rows(store: Store, cache: Tensor, x: Tensor, first: int) -> Tensor:
+    """The rows of a call that are read exactly: [B, Hkv, first % 64 + S, D], the unfinished page and the call's own.
+
+    Args:
+        store: the INT4 cache.
+        cache: keys or values, [B, Hkv, L, D]; all tokens, those of the call included, or the unfinished page.
+        x: [B, Hkv, S, D], the rows of this call.
+        first: position of the first of them.
+    """
+    if paged(cache, store):
+        return torch.cat((cache[:, :, : first % PAGE], x.to(cache.dtype)), 2)
+    return cache[:, :, first // PAGE * PAGE : first + x.shape[2]]
+
+
+def extend(store: Store, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, first: int) -> None:
+    """Appends k and v: [B, Hkv, S, D] at position ``first`` to an INT4 cache whose exact rows are one page.
+
+    keys, values: [B, Hkv, 64, D], of which the first ``first % 64`` rows are live. Pages that become complete are
+    quantised; what is left over is the new unfinished page.
+    """
+    page, live = first // PAGE, first + k.shape[2]
+    done = live // PAGE - page
+    if not done:
+        rows = slice(first % PAGE, first % PAGE + k.shape[2])
+        keys[:, :, rows].copy_(k)
+        values[:, :, rows].copy_(v)
+        return
+    k, v = exact_rows(store, keys, k, first), exact_rows(store, values, v, first)
+    store.encode(k[:, :, : done * PAGE], v[:, :, : done * PAGE], page, page + done)
+    keys[:, :, : live % PAGE].copy_(k[:, :, done * PAGE :])
+    values[:, :, : live % PAGE].copy_(v[:, :, done * PAGE :])
+
+
 def seen(
-    store: Store, keys: Tensor, values: Tensor, complete: int, live: int, check: bool
+    store: Store, k_exact: Tensor, v_exact: Tensor, complete: int, keep: bool, check: bool
 ) -> tuple[Tensor, Tensor, bool]:
     """The keys and values that attention reads.
 
     Args:
         store: the INT4 cache.
-        keys: [B, Hkv, L, D], the exact rows.
-        values: like keys.
+        k_exact: [B, Hkv, T, D], the exact rows behind the complete pages.
+        v_exact: like k_exact.
         complete: pages that were complete before this call.
-        live: tokens in the cache, those of this call included.
+        keep: whether decoded pages may be kept in float32 for the next call.
         check: whether the caller needs to know that all is finite.
 
     Returns:
-        K and V, [B, Hkv, live, D] f32, not to be written, and (only if ``check``) whether all of it is known to be
-        finite.
+        K and V, [B, Hkv, complete * 64 + T, D] f32, not to be written, and (only if ``check``) whether all of it is
+        known to be finite.
     """
     exact = complete * PAGE
-    k_tail, v_tail = keys[:, :, exact:live], values[:, :, exact:live]
-    memo = _memo(store, keys.shape[1], keys.shape[-1])
+    live = exact + k_exact.shape[2]
+    memo = _memo(store, k_exact.shape[1], k_exact.shape[-1]) if keep else None
     if memo is None:
         k, v = store.decode(0, complete)
-        return torch.cat((k, k_tail.float()), 2), torch.cat((v, v_tail.float()), 2), False
+        return torch.cat((k, k_exact.float()), 2), torch.cat((v, v_exact.float()), 2), False
     memo.pages = min(memo.pages, complete)  # rows behind it are overwritten with exact ones
     if memo.pages < complete:
         rows = slice(memo.pages * PAGE, exact)
@@ -120,7 +163,7 @@ def seen(
         memo.pages = complete
     if memo.dirty:
         memo.dirty = {p for p in memo.dirty if p < complete}
-    k, v = memo.k[:, :, exact:live].copy_(k_tail), memo.v[:, :, exact:live].copy_(v_tail)
+    k, v = memo.k[:, :, exact:live].copy_(k_exact), memo.v[:, :, exact:live].copy_(v_exact)
     return memo.k[:, :, :live], memo.v[:, :, :live], check and not memo.dirty and _finite(k, v)
 
 

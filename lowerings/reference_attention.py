@@ -6,7 +6,7 @@ Positions are read back to the host: on a GPU that stalls the stream, so there t
 from __future__ import annotations
 
 import torch
-from fu_compile.lowerings.pages import PAGE, Store, append, seen
+from fu_compile.lowerings.pages import PAGE, Store, append, exact_rows, extend, paged, seen
 from fu_compile.lowerings.reference_block import check_length, merge_heads, rotate, sdpa
 from torch import Tensor
 
@@ -67,11 +67,11 @@ def _normed(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * gain.to(torch.float32)
 
 
-def _span(position: Tensor, keys: Tensor) -> tuple[int, int]:
+def _span(position: Tensor, keys: Tensor, store: Store) -> tuple[int, int]:
     """First position of the call and tokens in the cache after it; CacheLengthError if that is too long."""
     first = int(position[0])
     live = first + position.shape[0]
-    check_length(first, live - 1, keys.shape[2])
+    check_length(first, live - 1, store.k_codes.shape[2] * PAGE if paged(keys, store) else keys.shape[2])
     return first, live
 
 
@@ -109,14 +109,22 @@ def qkv_append(
     Raises:
         CacheLengthError, CacheMismatchError: before anything is written.
     """
-    first, live = _span(position, keys)
+    store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
+    first, live = _span(position, keys, store)
     _check_store(keys, k_codes, qkv.shape[0])
     q, k, v = qkv_rope(qkv, cos, sin, q_norm, k_norm, eps, q_heads, kv_heads, head_dim)
+    _write(store, keys, values, k, v, first, live)
+    return q, k, v
+
+
+def _write(store: Store, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, first: int, live: int) -> None:
+    """The rows of a call into the exact rows, and every page that is now complete into the store."""
+    if paged(keys, store):
+        extend(store, keys, values, k, v, first)
+        return
     keys[:, :, first:live].copy_(k)
     values[:, :, first:live].copy_(v)
-    store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
     append(store, keys, values, first // PAGE, live // PAGE)
-    return q, k, v
 
 
 def attention_int4(
@@ -142,19 +150,23 @@ def attention_int4(
     head_dim: int,
 ) -> Tensor:
     """qkv_append and attention in one: -> [B, S, Hq*D] in the dtype of qkv."""
-    first, live = _span(position, keys)
+    store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
+    first, live = _span(position, keys, store)
     _check_store(keys, k_codes, qkv.shape[0])
     q, k, v = _heads(qkv, cos, sin, q_norm, k_norm, eps, q_heads, kv_heads, head_dim)
-    keys[:, :, first:live].copy_(k)
-    values[:, :, first:live].copy_(v)
-    store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
-    append(store, keys, values, first // PAGE, live // PAGE)
-    y = _over_cache(q, keys, values, store, position, mask, scale, first, live)
+    if paged(keys, store):  # the unfinished page is read before a finished one makes room for the next
+        y = _over_cache(q, k, v, keys, values, store, position, mask, scale, first)
+        extend(store, keys, values, k, v, first)
+    else:
+        _write(store, keys, values, k, v, first, live)
+        y = _over_cache(q, k, v, keys, values, store, position, mask, scale, first)
     return merge_heads(y.to(qkv.dtype))
 
 
 def _over_cache(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     keys: Tensor,
     values: Tensor,
     store: Store,
@@ -162,10 +174,12 @@ def _over_cache(
     mask: Tensor | None,
     scale: float,
     first: int,
-    live: int,
 ) -> Tensor:
-    """Attention of q: [B, Hq, S, D] f32 over the cache, -> the same shape."""
-    k, v, finite = seen(store, keys, values, first // PAGE, live, check=mask is not None)
+    """Attention of q: [B, Hq, S, D] f32 over the cache, -> the same shape. k, v: [B, Hkv, S, D], those of the call."""
+    k_exact, v_exact = exact_rows(store, keys, k, first), exact_rows(store, values, v, first)
+    keep = not paged(keys, store)
+    k, v, finite = seen(store, k_exact, v_exact, first // PAGE, keep, check=mask is not None)
+    live = k.shape[2]
     if mask is None and live - first > 1:
         mask = torch.arange(live, device=q.device) <= position[:, None]
     return _attend(q, k, v, mask, scale, live, causal=False, finite=finite)
@@ -188,7 +202,7 @@ def attention_prefill(
     scale: float,
     fresh: bool,
 ) -> Tensor:
-    """Attention after qkv_append: q: [B, Hq, S, D] -> [B, S, Hq*D] in the dtype of q.
+    """Attention after qkv_append (Int4Cache: before kv_extend_): q: [B, Hq, S, D] -> [B, S, Hq*D] in the dtype of q.
 
     ``fresh``: over k and v of this call only, causal (or under the first S columns of the mask). Otherwise over the
     cache: pages that were complete before position[0] as they decode, the rest exactly; without a mask, query i sees
@@ -198,9 +212,9 @@ def attention_prefill(
     if fresh:
         y = _attend(q32, k.to(torch.float32), v.to(torch.float32), mask, scale, q.shape[2], causal=True, finite=False)
     else:
-        first, live = _span(position, keys)
         store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
-        y = _over_cache(q32, keys, values, store, position, mask, scale, first, live)
+        first, _ = _span(position, keys, store)
+        y = _over_cache(q32, k, v, keys, values, store, position, mask, scale, first)
     return merge_heads(y.to(q.dtype))
 
 
@@ -257,6 +271,66 @@ def kv_append_(
     append(Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance), keys, values, first, last)
 
 
+def kv_extend_(
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_codes: Tensor,
+    k_scales: Tensor,
+    v_codes: Tensor,
+    v_scales: Tensor,
+    key_mean: Tensor,
+    key_balance: Tensor,
+    position: Tensor,
+) -> None:
+    """Appends k and v: [B, Hkv, S, D] to an INT4 cache whose exact rows, keys and values, are the unfinished page.
+
+    Raises:
+        CacheLengthError, CacheMismatchError: before anything is written.
+    """
+    store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
+    first, live = _span(position, keys, store)
+    _check_store(keys, k_codes, k.shape[0])
+    _write(store, keys, values, k, v, first, live)
+
+
+def kv_update(
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_codes: Tensor,
+    k_scales: Tensor,
+    v_codes: Tensor,
+    v_scales: Tensor,
+    key_mean: Tensor,
+    key_balance: Tensor,
+    position: Tensor,
+    length: int,
+) -> tuple[Tensor, Tensor]:
+    """kv_extend_, and what attention sees of the cache afterwards: keys and values [B, Hkv, length, D] in k's dtype.
+
+    Raises:
+        CacheLengthError, CacheMismatchError: before anything is written.
+    """
+    store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
+    first, live = _span(position, keys, store)
+    check_length(first, live - 1, length)
+    _check_store(keys, k_codes, k.shape[0])
+    exact = first // PAGE * PAGE
+    out = [t.new_zeros((*t.shape[:2], length, t.shape[3])) for t in (k, v)]
+    for to, pages, cache, x in zip(out, store.decode(0, first // PAGE), (keys, values), (k, v), strict=True):
+        to[:, :, :exact].copy_(pages)
+        if paged(keys, store):
+            to[:, :, exact:live].copy_(exact_rows(store, cache, x, first))
+        else:
+            to[:, :, exact:first].copy_(cache[:, :, exact:first])
+            to[:, :, first:live].copy_(x)
+    _write(store, keys, values, k, v, first, live)
+    return out[0], out[1]
+
+
 def kv_dequantize(codes: Tensor, scales: Tensor, mean: Tensor | None, balance: Tensor | None, pages: int) -> Tensor:
     """codes: [B, Hkv, P, 64, D/2], scales: [B, Hkv, P, 64] -> [B, Hkv, pages*64, D] f32, keys with mean and balance."""
     c, s = codes[:, :, :pages].flatten(2, 3), scales[:, :, :pages].flatten(2, 3)
@@ -272,5 +346,7 @@ LAUNCH = {
     "attention_prefill": attention_prefill,
     "kv_store": kv_store,
     "kv_append_": kv_append_,
+    "kv_extend_": kv_extend_,
+    "kv_update": kv_update,
     "kv_dequantize": kv_dequantize,
 }

@@ -29,6 +29,7 @@ REWRITE = (
     "last_logits",
     "fuse_prologue",
     "redirect_kv",
+    "int4_cache",
     "fuse_epilogue",
     "choose_precision",
     "fold_gain",

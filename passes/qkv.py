@@ -13,7 +13,6 @@ projection (OLMo2), anything else between the projection and the heads (a clamp)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -21,6 +20,7 @@ from torch import fx
 from fu_compile.capture import same, value
 
 from . import Context
+from .kv_source import cache_writes, source
 from .matching import (
     FLATTEN,
     PreconditionError,
@@ -38,7 +38,6 @@ from .matching import (
 )  # fmt: skip
 
 NAME = "qkv"
-WRITES = ("kv_write_", "kv_roll_", "kv_fill_")
 
 
 @dataclass
@@ -58,10 +57,10 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
     from fu_compile import ops
 
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    writes = _writes(gm)
+    writes = cache_writes(gm)
     for attention in anchors(gm, ops.op("attention")):
         try:
-            sources = [_source(a, attention, writes, order) for a in attention.args[:3]]
+            sources = [source(a, attention, writes, order) for a in attention.args[:3]]
             found = [_projection(s, name) for s, name in zip(sources, ("queries", "keys", "values"), strict=True)]
             args = _arguments(found)
             place = _place(gm, found, args, order)
@@ -72,34 +71,6 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
         for p, item in zip(found, outputs(gm, new, 3), strict=True):
             replace(p.heads, item)
         ctx.fired(NAME, new)
-
-
-def _writes(gm: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
-    """The in-place cache writes by the tensor they write, in graph order."""
-    from fu_compile import ops
-
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node in anchors(gm, *(ops.op(name) for name in WRITES)):
-        found.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
-    return found
-
-
-def _source(node: Any, reader: fx.Node, writes: dict, order: dict) -> fx.Node:
-    """The tokens of this call behind what an attention reads: without RoPE, cache and slices of the cache."""
-    while True:
-        if calls(node, "rotary"):
-            node = node.args[0]  # type: ignore[union-attr]
-        elif calls(node, "kv_cat"):
-            node = node.args[1]  # type: ignore[union-attr]
-        elif calls(node, aten.slice.Tensor) and node.args[0] in writes:  # type: ignore[union-attr]
-            node = node.args[0]  # type: ignore[union-attr]
-        elif node in writes:
-            before = [w for w in writes[node] if order.get(w, -1) < order[reader]]
-            if not before:
-                raise PreconditionError("the cache is read before this layer writes it")
-            node = before[-1].args[-1]
-        else:
-            return node  # type: ignore[return-value]
 
 
 def _projection(heads: fx.Node, name: str) -> _Projection:

@@ -39,6 +39,8 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
         ctx.data[NAME] = specs
         return
     for node in [n for n in gm.graph.nodes if is_op(n, "attention")]:
+        if is_op(node.args[1].args[0] if node.args[1].args else None, "kv_update"):
+            continue  # an Int4Cache: passes/int4_cache.py
         found = _match(ctx, node)
         if isinstance(found, str):
             ctx.missed(NAME, node, found)

@@ -135,6 +135,10 @@ def samples():
     yield "attention_prefill", (q, k, v, keys, values, *store, *tables, position, None, 0.3, False)
     yield "kv_store", (keys,)
     yield "kv_append_", (keys, values, *store, *tables, 0, 1)
+    k, v = torch.randn(2, 2, 3, 16), torch.randn(2, 2, 3, 16)
+    page = (torch.randn(2, 2, 64, 16), torch.randn(2, 2, 64, 16))
+    yield "kv_extend_", (k, v, *page, *store, *tables, position)
+    yield "kv_update", (k, v, *page, *store, *tables, position, 70)
     yield "kv_dequantize", (store[0], store[1], *tables, 1)
     yield "kv_dequantize", (store[2], store[3], None, None, 2)
 
