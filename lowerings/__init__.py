@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from fu_compile.lowerings import (
+    attention_int4_sm90,
     cpu_linear,
     linear_fp8_sm90,
     linear_int4_sm90,
@@ -57,7 +58,11 @@ class Lowering:
         return self.accepts(*args)
 
 
-_CUDA: dict[str, Any] = {"linear_int4": linear_int4_sm90, "linear_fp8": linear_fp8_sm90}
+_CUDA: dict[str, Any] = {
+    "linear_int4": linear_int4_sm90,
+    "linear_fp8": linear_fp8_sm90,
+    "attention_int4": attention_int4_sm90,
+}
 
 
 def _candidates(name: str, reference: Callable[..., Any]) -> tuple[Lowering, ...]:
