@@ -48,6 +48,11 @@ struct Form {
             a[3] = lop3_and_or(word >> 12, 0x000f000fu, 0x43004300u);
         }
     }
+    // 16 bytes of activations times the gain, rounded to their type
+    static DEVICE u32x4 times_gain(u32x4 v, u32x4 g) {
+        if constexpr (HALF) return {mul_f16x2(v.x, g.x), mul_f16x2(v.y, g.y), mul_f16x2(v.z, g.z), mul_f16x2(v.w, g.w)};
+        return {mul_bf16x2(v.x, g.x), mul_bf16x2(v.y, g.y), mul_bf16x2(v.z, g.z), mul_bf16x2(v.w, g.w)};
+    }
     // 16 bytes of activations as the B operands of two steps: (x, y) and (z, w)
     static DEVICE u32x4 scaled(u32x4 v) {
         if constexpr (!SCALED) return v;
@@ -55,6 +60,12 @@ struct Form {
                 mul_bf16x2(v.w, 0x6f806f80u)};
     }
 };
+
+// 16 bytes of the gain from column k, zeros behind the last one of K.
+template <int K>
+DEVICE u32x4 load_gain(const u16* gain, int k) {
+    return K % 128 == 0 || k < K ? ld_global_nc_v4(gain + k) : u32x4{0, 0, 0, 0};
+}
 
 // Scale and zero of rows g and g + 8: the zero as 8 z 2^-24 (SUBNORMAL) or 128 + z (OFFSET).
 struct GroupScale {

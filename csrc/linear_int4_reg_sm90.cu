@@ -14,14 +14,14 @@
 // x is read only after it. One order of summation whatever m and the token's position: same input, same bits.
 //
 // Rendered constants: FU_KERNEL (name), FU_N, FU_K, FU_GROUP, FU_TOKENS (2 or 8: sizes the sums' buffer), FU_GRID,
-// FU_CLUSTER, FU_PASS, FU_BLOCK, FU_SLOTS, FU_HALF, FU_RMS, FU_BIAS, FU_SWIGLU, FU_RESIDUAL.
+// FU_CLUSTER, FU_PASS, FU_BLOCK, FU_SLOTS, FU_HALF, FU_RMS, FU_GAIN, FU_BIAS, FU_SWIGLU, FU_RESIDUAL.
 #include "epilogue.cuh"
 #include "int4.cuh"
 
 namespace {
 constexpr int N = FU_N, K = FU_K, GROUP = FU_GROUP, TOKENS = FU_TOKENS, CLUSTER = FU_CLUSTER, PASS = FU_PASS;
 constexpr int SLOTS = FU_SLOTS, LEAD = FU_LEAD, DELAY = FU_DELAY;
-constexpr bool HALF = FU_HALF, RMS = FU_RMS;
+constexpr bool HALF = FU_HALF, RMS = FU_RMS, GAIN = FU_GAIN;
 using F = Form<HALF, Codes::SUBNORMAL>;
 constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr int TILE = fu::int4_tile_bytes(GROUP), GROUPS = fu::kTileK / GROUP;
@@ -91,7 +91,7 @@ DEVICE void load_x(u32 (&x)[16], const u16* row, int tile, int t) {
 // squares are the diagonal of x x^T: row g, column g, in lane 4g + g/2. x becomes the B operand on the way. The tiles
 // of a block take turns: an mma that waits for the one before it takes 33 cycles.
 template <bool SQUARE>
-DEVICE void prepare_x(u32 (&x)[BLOCK][16], u32 out, const Warp& w, f32x4& squares) {
+DEVICE void prepare_x(u32 (&x)[BLOCK][16], const u16* gain, int tile, u32 out, const Warp& w, f32x4& squares) {
     f32x4 square[BLOCK] = {};
 #pragma unroll
     for (int gi = 0; gi < GROUPS; ++gi) {
@@ -101,7 +101,9 @@ DEVICE void prepare_x(u32 (&x)[BLOCK][16], u32 out, const Warp& w, f32x4& square
 #pragma unroll
             for (int j = 0; j < BLOCK; ++j) {
                 u32* r = x[j] + 4 * c;
-                const u32x4 v = F::scaled({r[0], r[1], r[2], r[3]});
+                u32x4 v = {r[0], r[1], r[2], r[3]};
+                if (GAIN) v = F::times_gain(v, load_gain<K>(gain, min(tile + j, TILES - 1) * 128 + 32 * c + 8 * w.t));
+                v = F::scaled(v);
                 if (SQUARE) {
                     mma_m16n8k16<HALF>(square[j], r[0], 0, r[1], 0, r[0], r[1]);
                     mma_m16n8k16<HALF>(square[j], r[2], 0, r[3], 0, r[2], r[3]);
@@ -152,8 +154,9 @@ DEVICE void multiply(f32x4& acc, u32 slot, const u32 (*x)[16], u32 xsum, const W
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    FU_KERNEL(const u16* __restrict__ x, const u8* __restrict__ weight, const u16* __restrict__ bias,
-              const u16* __restrict__ residual, u16* __restrict__ y, int m, int ldx, int ldr, float eps, float scale) {
+    FU_KERNEL(const u16* __restrict__ x, const u8* __restrict__ weight, const u16* __restrict__ gain,
+              const u16* __restrict__ bias, const u16* __restrict__ residual, u16* __restrict__ y, int m, int ldx,
+              int ldr, float eps, float scale) {
     extern __shared__ __align__(128) u8 shared[];
     const Warp w = {cvta_to_shared(shared), int(threadIdx.x >> 5), int(threadIdx.x & 31), int(threadIdx.x & 31) >> 2,
                     int(threadIdx.x & 3)};
@@ -215,9 +218,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                         for (u32& v : xr[j]) v = 0;
                 }
                 if (RMS && first == strip_begin)
-                    prepare_x<true>(xr, xsum, w, squares);
+                    prepare_x<true>(xr, gain, tile, xsum, w, squares);
                 else
-                    prepare_x<false>(xr, xsum, w, squares);
+                    prepare_x<false>(xr, gain, tile, xsum, w, squares);
                 if (LEAD >= 0 && first == strip_begin && block == 0 && SLOTS + LEAD >= stages)
                     griddepcontrol_launch_dependents();
                 if (RMS && first == strip_begin && w.t == w.g >> 1) {  // the diagonal, added up in shared memory

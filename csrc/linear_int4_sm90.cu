@@ -20,7 +20,7 @@
 // same bits.
 //
 // Rendered constants: FU_KERNEL (name), FU_N, FU_K, FU_GROUP, FU_TOKENS (1, 2, 4 or 8), FU_GRID, FU_CLUSTER, FU_WK,
-// FU_PASS, FU_SLOTS, FU_LEAD, FU_DELAY, FU_SMEM, FU_HALF, FU_RMS, FU_BIAS, FU_SWIGLU, FU_RESIDUAL.
+// FU_PASS, FU_SLOTS, FU_LEAD, FU_DELAY, FU_SMEM, FU_HALF, FU_RMS, FU_GAIN, FU_BIAS, FU_SWIGLU, FU_RESIDUAL.
 #include "epilogue.cuh"
 #include "int4.cuh"
 
@@ -28,7 +28,7 @@ namespace {
 constexpr int N = FU_N, K = FU_K, GROUP = FU_GROUP, TOKENS = FU_TOKENS, CLUSTER = FU_CLUSTER;
 constexpr int WARPS = 16, THREADS = WARPS * 32, WK = FU_WK, WS = WARPS / WK, PASS = FU_PASS, SLOTS = FU_SLOTS,
               LEAD = FU_LEAD, DELAY = FU_DELAY;
-constexpr bool HALF = FU_HALF, RMS = FU_RMS;
+constexpr bool HALF = FU_HALF, RMS = FU_RMS, GAIN = FU_GAIN;
 using F = Form<HALF, Codes::SUBNORMAL>;
 constexpr int TILE = fu::int4_tile_bytes(GROUP), GROUPS = fu::kTileK / GROUP;
 constexpr int STRIPS = (N + 15) / 16, TILES = (K + 127) / 128, UNITS = FU_GRID / CLUSTER;
@@ -65,13 +65,17 @@ DEVICE void load_x(u32 smem, const u16* x, int m, int ldx, int tile, int k0, int
 
 // Sums of squares of x as the diagonal of x x^T (in lane 4g + g/2); then x becomes the B operand, in place, and its
 // sums over each group come from an A operand of ones.
-DEVICE void prepare_x(u32 smem, int tile, int warp, int lane) {
+DEVICE void prepare_x(u32 smem, const u16* gain, int tile, int k0, int warp, int lane) {
     constexpr int CHAINS = GROUPS == 1 ? 2 : GROUPS;  // an mma that waits for the one before it takes 33 cycles
     f32x4 sum[CHAINS] = {}, square[2] = {};
+    u32x4 gains[4];
+    if (GAIN)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) gains[c] = load_gain<K>(gain, k0 + 32 * c + 8 * (lane & 3));
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
         const u32 at = x_at(smem, tile, c, lane);
-        const u32x4 raw = ld_shared_v4(at), v = F::scaled(raw);
+        const u32x4 raw = ld_shared_v4(at), v = F::scaled(GAIN ? F::times_gain(raw, gains[c]) : raw);
         mma_m16n8k16<HALF>(sum[GROUPS == 1 ? c & 1 : c * GROUPS / 4], F::ONE_LOW, F::ONE_LOW, F::ONE_HIGH, F::ONE_HIGH,
                            v.x, v.y);
         if (RMS) mma_m16n8k16<HALF>(square[0], raw.x, 0, raw.y, 0, raw.x, raw.y);
@@ -79,7 +83,7 @@ DEVICE void prepare_x(u32 smem, int tile, int warp, int lane) {
                            v.z, v.w);
         if (RMS) mma_m16n8k16<HALF>(square[1], raw.z, 0, raw.w, 0, raw.z, raw.w);
         __syncwarp();  // lanes of tokens that do not exist read what another lane writes
-        if (F::SCALED) st_shared_v4(at, v);
+        if (F::SCALED || GAIN) st_shared_v4(at, v);
     }
     if (GROUPS == 1) sum[0] = sum[0] + sum[1];
     if (lane < 4)
@@ -145,8 +149,9 @@ DEVICE f32x2 read_f2(u32 at, int rank) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    FU_KERNEL(const u16* __restrict__ x, const u8* __restrict__ weight, const u16* __restrict__ bias,
-              const u16* __restrict__ residual, u16* __restrict__ y, int m, int ldx, int ldr, float eps, float scale) {
+    FU_KERNEL(const u16* __restrict__ x, const u8* __restrict__ weight, const u16* __restrict__ gain,
+              const u16* __restrict__ bias, const u16* __restrict__ residual, u16* __restrict__ y, int m, int ldx,
+              int ldr, float eps, float scale) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 smem = cvta_to_shared(shared);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -195,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         __syncwarp();
 #pragma unroll 1
         for (int i = ws; i < chunks; i += WS)
-            if (i * WK + wk < depth) prepare_x(smem, i * WK + wk, warp, lane);
+            if (i * WK + wk < depth) prepare_x(smem, gain, i * WK + wk, (tile_begin + i * WK + wk) * 128, warp, lane);
     } else {
         cp_async_wait_group<1>();
     }
@@ -228,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 ++stage;
                 if (LAZY && first == strip_begin && s == ws && (EVEN || chunk * WK + wk < depth)) {
                     if (chunk == 1) cp_async_wait_group<0>(), __syncwarp();
-                    prepare_x(smem, chunk * WK + wk, warp, lane);
+                    prepare_x(smem, gain, chunk * WK + wk, (tile_begin + chunk * WK + wk) * 128, warp, lane);
                 }
                 mbarrier_wait_parity(smem + BARS + slot * 16, parity);
                 if ((EVEN || chunk * WK + wk < depth) && (WS == 1 || s < count))

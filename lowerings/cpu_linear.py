@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from fu_compile.lowerings.dense import dense
-from fu_compile.lowerings.reference_linear import dense_int4, finish, normalized, steps_of
+from fu_compile.lowerings.reference_linear import check_gain, dense_int4, finish, normalized, steps_of
 from torch import Tensor
 
 from fu_compile import formats
@@ -24,8 +24,11 @@ def accepts(x: Tensor, *args: object) -> str | None:
     return None if x.dtype == torch.bfloat16 else f"x is {x.dtype}: for bfloat16 only"
 
 
-def _row(x: Tensor, rms: bool, eps: float) -> Tensor:
-    return normalized(x.to(torch.float32), eps).to(torch.bfloat16) if rms else x
+def _row(x: Tensor, rms: bool, eps: float, gain: Tensor | None = None) -> Tensor:
+    if not rms:
+        return x
+    row = normalized(x.to(torch.float32), eps)
+    return (row if gain is None else row.mul_(gain)).to(torch.bfloat16)
 
 
 def linear_bf16(
@@ -56,13 +59,15 @@ def linear_int4(
     scale: float,
     prologue: str,
     epilogue: str,
+    gain: Tensor | None = None,
 ) -> Tensor:
-    """packed: formats.pack_int4, as for the reference."""
+    """packed: formats.pack_int4, as for the reference; the row is rounded once, normalised and times the gain."""
     rms, steps = steps_of(prologue, epilogue)
+    check_gain(gain, k, rms)
     paired = "swiglu" in steps
     key = (n, k, group, paired, packed.storage_offset(), torch.bfloat16)
     weight = dense(packed, key, lambda: dense_int4(packed, n, k, group, paired).to(torch.bfloat16))
-    y = F.linear(_row(x, rms, eps), weight)
+    y = F.linear(_row(x, rms, eps, gain), weight)
     return finish(y.to(torch.float32), steps, bias, residual, scale).to(x.dtype)
 
 

@@ -108,9 +108,10 @@ def launch(
     scale: float,
     epilogue: str,
     y: Tensor | None = None,
-    scales: tuple[Tensor, ...] = (),
+    scales: tuple[Tensor | None, ...] = (),
 ) -> Tensor:
-    """Runs a kernel with SIGNATURE on the current stream; ``scales`` are parameters between the weight and the bias.
+    """Runs a kernel with SIGNATURE on the current stream; ``scales`` are the parameters between the weight and
+    the bias.
 
     Returns:
         [..., N], or [..., N/2] with swiglu, in x's dtype; ``y`` when it is given.
@@ -130,7 +131,7 @@ def launch(
         torch.cuda.current_stream(device).cuda_stream,
         x.data_ptr(),
         weight.data_ptr(),
-        *(s.data_ptr() for s in scales),
+        *(None if s is None else s.data_ptr() for s in scales),
         bias.data_ptr() if bias is not None else None,
         residual.data_ptr() if residual is not None else None,
         y.data_ptr(),

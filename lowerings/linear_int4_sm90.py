@@ -18,12 +18,12 @@ from fu_compile import jit
 from fu_compile.formats import GROUPS, TILE_K, TILE_N, int4_bytes, int4_tile_bytes
 
 WARPS = 8
-"""Warps of a wide block, consumers and loader: sixteen on an SM leave each thread 128 registers."""
+"""Warps of a reg block, with 128 registers a thread."""
 FEW_WARPS = 16
-"""Warps of a block for at most 8 tokens, with 64 registers."""
+"""Warps of a few block, with 64 registers."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 """Kernels are compiled for at most this many tokens; the call's own number is a parameter."""
-SOURCES = {"few": "linear_int4_sm90.cu", "reg": "linear_int4_reg_sm90.cu", "wide": "linear_int4_wide_sm90.cu"}
+SOURCES = {"few": "linear_int4_sm90.cu", "reg": "linear_int4_reg_sm90.cu", "wgmma": "linear_int4_wgmma_sm90.cu"}
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,26 @@ class Config:
     cluster: int
     """blocks that split K"""
     strips: int
-    """few: strip groups between two reductions; wide: strips of 16 rows of a warp"""
+    """few: strip groups between two reductions; wgmma: strips of 16 rows of a warp"""
     slots: int
     """stages of the ring"""
-    warps_n: int = 1
-    """wide: consumer warps along the rows"""
     warps_k: int = 1
-    """few, wide: consumer warps along K; reg: tiles of a slot and of the x that a warp holds, 2 or 4"""
-    blocks_per_sm: int = 2
-    lead: int = -1
-    """stages before the last refill at which the next kernel may start; -1: at once"""
+    """few: warps along K; reg: tiles of a slot and of the x that a warp holds, 2 or 4; wgmma: warpgroups along K"""
     delay: int = 700
     """clocks between a block's start and its first request for weights"""
+    lead: int = -1
+    """few, reg: stages before the last refill at which the next kernel may start; -1: at once"""
+    warpgroups: int = 2
+    """wgmma"""
+    phases: int = 1
+    """wgmma: parts of a block's x that are in shared memory one after another"""
+    chunk: int = 4
+    """wgmma: most tiles of a slot"""
 
     @property
     def threads(self) -> int:
         """Of a block."""
-        return {"few": FEW_WARPS, "reg": WARPS, "wide": self.warps_n * self.warps_k + 1}[self.kind] * 32
+        return {"few": FEW_WARPS, "reg": WARPS, "wgmma": self.warpgroups * 4}[self.kind] * 32
 
     def smem(self, n: int, k: int, group: int) -> int:
         """Bytes of shared memory: the sum at the top of each kernel."""
@@ -62,19 +65,28 @@ class Config:
         if self.kind == "reg":
             sums, block = 128 if tokens <= 2 else 512, self.warps_k
             return WARPS * (self.slots * (block * tile + 8) + self.strips * sums + block * groups * 32 + 32)
+        depth = ceil_div(ceil_div(k, TILE_K), self.cluster)
         if self.kind == "few":
-            depth = ceil_div(ceil_div(k, TILE_K), self.cluster)
             tiles = ceil_div(depth, self.warps_k) * self.warps_k
             sums = self.strips * FEW_WARPS * 128 * max(1, tokens // 2)
             slots = self.slots * (FEW_WARPS * tile + 16)
             return slots + tiles * (tokens * 256 + groups * 32) + sums + FEW_WARPS * 32
-        nb, rows = tokens // 8, self.warps_n * self.strips
-        slot = rows * self.warps_k * tile + self.warps_k * (nb * 2048 + groups * tokens * 4)
-        slot = ceil_div(slot, 128) * 128
-        sums = 0 if self.cluster * self.warps_k == 1 else self.warps_k * rows * nb * 512
-        one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= rows
-        ring = max(self.slots * slot, sums) if one_pass else self.slots * slot + sums
-        return ring + tokens * 4 + self.slots * (16 + self.warps_n * self.warps_k * 8)
+        warps, nb, tiles = self.warpgroups * 4, tokens // 8, ceil_div(depth, self.phases)
+        ring = ceil_div(warps * self.slots * self.chunk * tile, 128) * 128
+        sums, x = self.warps_k * self.per_pass * nb * 512, tiles * tokens * 256
+        one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= self.per_pass
+        both = max(sums, x) if one_pass else 2 * sums + x
+        return ring + both + tiles * groups * tokens * 4 + warps // nb * tokens * 4 + warps * self.slots * 8
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Two, so that the next kernel fills its rings; 64 tokens need the registers of one."""
+        return 1 if self.tokens > 32 else 2
+
+    @property
+    def per_pass(self) -> int:
+        """wgmma: strips of a cluster between two reductions."""
+        return self.warpgroups // self.warps_k * 4 * self.strips
 
 
 def _units(cluster: int, strips: int, sms: int) -> int:
@@ -116,34 +128,48 @@ def _reg(n: int, k: int, group: int, tokens: int, sms: int, cluster: int = 1) ->
     return replace(config, slots=max(1, min(slots, share * ceil_div(depth, block))))
 
 
-def _wide(n: int, k: int, group: int, tokens: int, sms: int, cluster: int) -> Config | None:
-    strips, tiles = ceil_div(n, TILE_N), ceil_div(k, TILE_K)
-    units = _units(cluster, strips, sms)
-    if tiles < cluster:
+def wgmma(
+    n: int,
+    k: int,
+    group: int,
+    tokens: int,
+    sms: int,
+    cluster: int,
+    warpgroups: int = 2,
+    warps_k: int = 1,
+    strips: int = 1,
+    phases: int = 1,
+    chunk: int = 4,
+) -> Config | None:
+    """A configuration on wgmma with as deep a ring as fits, or none when not even three chunks of a warp do."""
+    tiles = ceil_div(k, TILE_K)
+    if tiles < cluster * phases * warps_k or (warpgroups * 4) % (tokens // 8) or warpgroups % warps_k:
         return None
-    share = ceil_div(strips, units)
-    each = 1 if tokens > 32 or (tokens == 32 and group < 128) else 2  # as many strips as registers allow
-    passes = ceil_div(share, each * (WARPS - 1))
-    if cluster > 1 and passes > 1:
-        return None
-    warps_n = ceil_div(ceil_div(share, passes), each)
-    for warps_k in range(max(1, min((WARPS - 1) // warps_n, ceil_div(tiles, cluster))), 0, -1):
-        for slots in (6, 5, 4, 3, 2)[: 5 if warps_k == 1 else 4]:
-            config = Config("wide", tokens, units * cluster, cluster, each, slots, warps_n, warps_k)
-            if config.smem(n, k, group) <= SMEM:
-                return config
-    return None
-
-
-def _bytes(config: Config, n: int, k: int) -> float:
-    """What one block of a wide kernel moves: weights, x (from L2), sums (through distributed shared memory)."""
-    units = config.grid // config.cluster
+    chunk = min(chunk, ceil_div(ceil_div(tiles, cluster * phases), warps_k))
+    units = _units(cluster, ceil_div(n, TILE_N), sms)
+    config = Config(
+        "wgmma", tokens, units * cluster, cluster, strips, 0, warps_k,
+        warpgroups=warpgroups, phases=phases, chunk=chunk,
+    )  # fmt: skip
     share = ceil_div(ceil_div(n, TILE_N), units)
-    passes = ceil_div(share, config.warps_n * config.strips)
-    depth = k / config.cluster
-    x = passes * depth * config.tokens * 2
-    sums = share * TILE_N * config.tokens * 4 if config.cluster > 1 else 0
-    return share * TILE_N * depth * 0.53 + 0.8 * x + sums
+    each = ceil_div(share, config.per_pass) * strips * phases
+    each *= ceil_div(ceil_div(ceil_div(tiles, cluster * phases), warps_k), chunk)
+    room = SMEM if config.blocks_per_sm == 2 else common.SMEM_MAX - 1024
+    slots = (room - 128 - config.smem(n, k, group)) // (warpgroups * 4 * (chunk * int4_tile_bytes(group) + 8))
+    return replace(config, slots=min(slots, each, 16)) if slots >= min(3, each) else None
+
+
+def _wgmma(n: int, k: int, group: int, tokens: int, sms: int) -> Config:
+    """The fewest blocks that split K with which x fits beside the ring and every warp has a strip."""
+    share = ceil_div(n, TILE_N) / sms
+    for cluster, phases in ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8), (8, 16), (4, 16), (1, 1), (1, 64)):
+        if cluster < 8 and share * cluster < 6 and ceil_div(k, TILE_K) >= 2 * cluster:
+            continue
+        for chunk in (4, 2, 1):
+            found = wgmma(n, k, group, tokens, sms, cluster, phases=phases, chunk=chunk)
+            if found is not None:
+                return found
+    raise AssertionError(f"no configuration for {n} x {k}, {tokens} tokens")
 
 
 @dataclass(frozen=True)
@@ -183,16 +209,12 @@ def choose(n: int, k: int, group: int, tokens: int, sms: int = SMS) -> Config:
     """The configuration for an [n, k] weight and at most ``tokens`` tokens on ``sms`` multiprocessors."""
     bound = next(t for t in TOKENS if tokens <= t)
     clusters = (1, 2, 4, 8)
-    if bound > 8:
-        # Clusters of four and eight read x less often and measured slower all the same (8B, 32 tokens).
-        options = [c for cluster in (1, 2) if (c := _wide(n, k, group, bound, sms, cluster)) is not None]
-        return min(options, key=lambda c: _bytes(c, n, k))
     tuned = TUNED.get((n, k, bound)) if sms == SMS else None
-    # From 8 tokens on every block's copy of x is traffic that counts, and x in registers is read once.
-    kind = tuned.kind if tuned else "few" if bound < 8 else "reg"
+    if bound > 4:
+        return _wgmma(n, k, group, bound, sms)
+    kind = tuned.kind if tuned else "few"
     if kind == "reg":
-        cluster = tuned.cluster if tuned else 2 if k >= 8192 and n <= 16 * sms * 5 else 1
-        config = _reg(n, k, group, bound, sms, cluster)
+        config = _reg(n, k, group, bound, sms, tuned.cluster if tuned else 1)
     else:
         few = [c for cluster in clusters if (c := _few(n, k, group, bound, sms, cluster)) is not None]
         # The fewest blocks that split K with which four stages, or all there are, fit beside x.
@@ -201,32 +223,31 @@ def choose(n: int, k: int, group: int, tokens: int, sms: int = SMS) -> Config:
     return replace(config, delay=tuned.delay) if tuned else config
 
 
-def kernel_of(config: Config, n: int, k: int, group: int, half: bool, prologue: str, epilogue: str) -> jit.Kernel:
+def kernel_of(
+    config: Config, n: int, k: int, group: int, half: bool, prologue: str, epilogue: str, gain: bool = False
+) -> jit.Kernel:
     """The kernel of one configuration."""
     smem = config.smem(n, k, group)
     constants = {"N": n, "K": k, "GROUP": group, "TOKENS": config.tokens}
     constants |= {"GRID": config.grid, "CLUSTER": config.cluster}
-    if config.kind == "wide":
-        constants |= {"WN": config.warps_n, "WK": config.warps_k, "S": config.strips}
-        constants |= {"BLOCKS_PER_SM": config.blocks_per_sm}
+    if config.kind == "wgmma":
+        constants |= {"WARPGROUPS": config.warpgroups, "WK": config.warps_k, "S": config.strips}
+        constants |= {"PHASES": config.phases, "CHUNK": config.chunk, "BLOCKS_PER_SM": config.blocks_per_sm}
     else:
-        constants |= {"PASS": config.strips}
-    if config.kind != "wide":
         constants |= {"WK" if config.kind == "few" else "BLOCK": config.warps_k}
-    constants |= {
-        "SLOTS": config.slots,
-        "LEAD": config.lead,
-        "DELAY": config.delay,
-        "SMEM": smem,
-    } | common.flags(half, prologue, epilogue)
+        constants |= {"PASS": config.strips, "LEAD": config.lead}
+    constants |= {"SLOTS": config.slots, "DELAY": config.delay, "SMEM": smem, "GAIN": int(gain)}
+    constants |= common.flags(half, prologue, epilogue)
     shape = jit.Shape(config.grid, config.threads, smem, config.cluster)
-    return jit.Kernel(SOURCES[config.kind], constants, common.SIGNATURE, shape)
+    return jit.Kernel(SOURCES[config.kind], constants, "p" + common.SIGNATURE, shape)
 
 
 @functools.cache
-def kernel(n: int, k: int, group: int, tokens: int, half: bool, prologue: str, epilogue: str, sms: int) -> jit.Kernel:
+def kernel(
+    n: int, k: int, group: int, tokens: int, half: bool, prologue: str, epilogue: str, sms: int, gain: bool = False
+) -> jit.Kernel:
     """The kernel that runs this call; compiled at its first launch."""
-    return kernel_of(choose(n, k, group, tokens, sms), n, k, group, half, prologue, epilogue)
+    return kernel_of(choose(n, k, group, tokens, sms), n, k, group, half, prologue, epilogue, gain)
 
 
 def accepts(
@@ -241,12 +262,18 @@ def accepts(
     scale: float,
     prologue: str,
     epilogue: str,
+    gain: Tensor | None = None,
 ) -> str | None:
     """Why this call is not ours, or none."""
     if group not in GROUPS:
         return f"group {group}; there are {GROUPS}"
     if packed.dtype != torch.uint8 or packed.numel() != int4_bytes(n, k, group) or not packed.is_contiguous():
         return "the weight is not a packed INT4 weight of this shape"
+    if gain is not None:
+        if prologue != "rms" or gain.shape != (k,) or gain.dtype != x.dtype or not gain.is_contiguous():
+            return "the gain is not a vector like a row of the activations, or there is no norm"
+        if x.dtype == torch.float16:
+            return "float16: activations times their gain may leave its range"
     return common.refuses(x, n, k, bias, residual, prologue, epilogue)
 
 
@@ -262,9 +289,10 @@ def launch(
     scale: float,
     prologue: str,
     epilogue: str,
+    gain: Tensor | None = None,
 ) -> Tensor:
     """The operator ``linear_int4`` on the current CUDA stream."""
     tokens = next(t for t in TOKENS if x.numel() // k <= t)
     sms = common.multiprocessors(x.device.index)
-    run = kernel(n, k, group, tokens, x.dtype == torch.float16, prologue, epilogue, sms)
-    return common.launch(run, x, packed, n, k, bias, residual, eps, scale, epilogue)
+    run = kernel(n, k, group, tokens, x.dtype == torch.float16, prologue, epilogue, sms, gain is not None)
+    return common.launch(run, x, packed, n, k, bias, residual, eps, scale, epilogue, scales=(gain,))

@@ -32,9 +32,20 @@ def steps_of(prologue: str, epilogue: str) -> tuple[bool, frozenset[str]]:
     return prologue == "rms", _EPILOGUES[epilogue]
 
 
+def rstd(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps): [..., K] f32 -> [..., 1]."""
+    return torch.rsqrt((x * x).mean(-1, keepdim=True).add_(eps))
+
+
 def normalized(x: Tensor, eps: float) -> Tensor:
     """The ``rms`` prologue: x / sqrt(mean(x^2) + eps), [..., K] f32 -> the same."""
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True).add_(eps))
+    return x * rstd(x, eps)
+
+
+def check_gain(gain: Tensor | None, k: int, rms: bool) -> None:
+    """FormatError for a gain without ``rms``, or of another length than the weight's input features."""
+    if gain is not None and (not rms or gain.shape != (k,)):
+        raise FormatError(f"a gain of shape {list(gain.shape)} needs prologue 'rms' and {k} input features")
 
 
 def finish(y: Tensor, steps: frozenset[str], bias: Tensor | None, residual: Tensor | None, scale: float) -> Tensor:
@@ -89,13 +100,17 @@ def _linear(
     scale: float,
     prologue: str,
     epilogue: str,
+    gain: Tensor | None = None,
 ) -> Tensor:
     """The quantised reference for a dense float32 weight [N, K]."""
     rms, steps = steps_of(prologue, epilogue)
+    check_gain(gain, weight.shape[1], rms)
     x32 = x.to(torch.float32)
-    if rms:
-        x32 = normalized(x32, eps)
-    return finish(F.linear(x32, weight), steps, bias, residual, scale).to(x.dtype)
+    if gain is not None:
+        row = (x32 * gain.to(torch.float32)).to(x.dtype).to(torch.float32) * rstd(x32, eps)
+    else:
+        row = normalized(x32, eps) if rms else x32
+    return finish(F.linear(row, weight), steps, bias, residual, scale).to(x.dtype)
 
 
 def linear_bf16(
@@ -125,16 +140,17 @@ def linear_int4(
     scale: float,
     prologue: str,
     epilogue: str,
+    gain: Tensor | None = None,
 ) -> Tensor:
     """packed: formats.pack_int4; its rows are interleaved gate/up rows when the epilogue has swiglu.
 
     Raises:
-        FormatError: ``packed`` is not an [n, k] weight in this group size.
+        FormatError: ``packed`` is not an [n, k] weight in this group size, or there is a gain and nothing to scale.
     """
     paired = "swiglu" in epilogue
     key = (n, k, group, paired, packed.storage_offset())
     full = dense(packed, key, lambda: dense_int4(packed, n, k, group, paired))
-    return _linear(x, full, bias, residual, eps, scale, prologue, epilogue)
+    return _linear(x, full, bias, residual, eps, scale, prologue, epilogue, gain)
 
 
 def dense_int4(packed: Tensor, n: int, k: int, group: int, paired: bool) -> Tensor:

@@ -4,12 +4,13 @@ Before -> after::
 
     y = linear_exact(x, [wq, wk, wv], [b..], .., "rms", "bias")
       ->
-    y = linear_int4(x, packed, n, k, group, bias, .., "rms", "bias")
+    y = linear_int4(x, packed, n, k, group, bias, .., "rms", "bias", gain)
 
 ``packed`` (for FP8: weight, weight_scale and act; and the joined bias) are new placeholders behind Dynamo's own; the
 ``PackSpec`` of each is left in ``ctx.data["pack_weights"]`` and the runtime binds them at every call, so a changed
-parameter is packed again without a new graph. Preconditions: static weight shapes; a norm that is prologue of a packed
-weight has been folded, otherwise it becomes an operator of its own again. Numerics: those of the precision.
+parameter is packed again without a new graph. Preconditions: static weight shapes; the gain of a norm that is prologue
+of a packed weight has been folded, or the operator takes it (``linear_int4``, except for float16: x * gain could leave
+its range); otherwise the norm becomes an operator of its own again. Numerics: those of the precision.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def _pack(
     gm: fx.GraphModule, ctx: Context, node: fx.Node, precision: str, gain: fx.Node | None, index: int
 ) -> PackSpec:
     x, weights, biases, norm, residual, eps, scale, prologue, epilogue = node.args
-    if norm is not None:  # its gain is not folded: the norm is an operator of its own
-        x, prologue = insert(gm, node, "rms_norm", (x, norm, eps), like=node), ""
+    if norm is not None and (precision != "int4" or x.meta["val"].dtype == torch.float16):  # neither folded nor taken
+        x, norm, prologue = insert(gm, node, "rms_norm", (x, norm, eps), like=node), None, ""
     values = [w.meta["val"] for w in weights]
     n, k = sum(int(v.shape[0]) for v in values), int(values[0].shape[1])
     options = ctx.decision.options
@@ -71,7 +72,7 @@ def _pack(
     common = (bias, residual, eps, scale, prologue, epilogue)
     # Decode reads weights and little else: there the activations stay as they are.
     scaling = "none" if ctx.decision.phase.value == "decode" else options.fp8_scaling
-    extra = {"bf16": (), "fp8": (scaling,), "int4": ()}[precision]
+    extra = {"bf16": (), "fp8": (scaling,), "int4": (norm,)}[precision]
     sizes = (n, k, spec.group) if precision == "int4" else ()
     new = insert(gm, node, f"linear_{precision}", (x, *tensors, *sizes, *common, *extra), like=node)
     node.replace_all_uses_with(new)

@@ -27,12 +27,12 @@ def specification():
         yield
 
 
-def reference(x, w, bias, residual, prologue, epilogue):
+def reference(x, w, bias, residual, prologue, epilogue, gain=None):
     """ops.py's meaning in float64; w: [N, K] as it decodes."""
-    x = x.double()
+    row = x.double() if gain is None else (x.double() * gain.double()).to(x.dtype).double()
     if prologue == "rms":
-        x = x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-    y = x @ w.double().T
+        row = row / torch.sqrt(x.double().pow(2).mean(-1, keepdim=True) + EPS)
+    y = row @ w.double().T
     steps = epilogue.split("|")
     if "bias" in steps:
         y = y + bias.double()
@@ -78,6 +78,32 @@ def test_int4(prologue, epilogue, dtype):
     x, bias, residual = operands(n, k, epilogue, dtype)
     y = fu.linear_int4(x, packed, n, k, group, bias, residual, EPS, SCALE, prologue, epilogue)
     close(y, reference(x, decoded, bias, residual, prologue, epilogue), dtype)
+
+
+@pytest.mark.parametrize("epilogue", ["", "bias|swiglu|residual"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int4_takes_the_gain(dtype, epilogue):
+    n, k, group = 44, 300, 64
+    packed, decoded = pack(torch.randn(n, k), group, "asym", "swiglu" in epilogue)
+    x, bias, residual = operands(n, k, epilogue, dtype)
+    x[0, 0, :7] *= 3000  # a massive activation under the largest gains
+    gain = torch.rand(k).mul(3).to(dtype)
+    gain[5], gain[6], gain[7] = 40, 0, -2
+    args = (packed, n, k, group, bias, residual, EPS, SCALE, "rms", epilogue)
+    y = fu.linear_int4(x, *args, gain)
+    close(y, reference(x, decoded, bias, residual, "rms", epilogue, gain), dtype)
+    assert not torch.allclose(y, fu.linear_int4(x, *args))  # it does something
+    assert torch.equal(fu.linear_int4(x, *args, torch.ones(k, dtype=dtype)), fu.linear_int4(x, *args))
+
+
+def test_a_gain_needs_a_norm_and_one_value_for_each_feature():
+    packed, _ = pack(torch.randn(16, 128), 128, "sym8", False)
+    for name in ("reference", "cpu"):
+        with using(name):
+            for prologue, length in (("", 128), ("rms", 127)):
+                with pytest.raises(FormatError, match="gain"):
+                    args = (packed, 16, 128, 128, None, None, EPS, 1.0, prologue, "", torch.ones(length).bfloat16())
+                    fu.linear_int4(torch.randn(1, 128).bfloat16(), *args)
 
 
 @settings(max_examples=15, deadline=None)

@@ -19,8 +19,10 @@ aten = torch.ops.aten
 class Layer:
     """A recognised graph of a tiny model with one layer, and the rewriting passes on it."""
 
-    def __init__(self, phase="decode", family="llama", options=None, fresh=False, use_cache=True, **changes):
-        m = model(config(family, num_hidden_layers=1, **changes))
+    def __init__(
+        self, phase="decode", family="llama", options=None, fresh=False, use_cache=True, dtype=torch.float32, **changes
+    ):
+        m = model(config(family, num_hidden_layers=1, **changes), dtype)
         recorder = Recorder()
         compiled(m, recorder, dynamic=False)
         tokens = 1 if phase == "decode" else 5
@@ -81,12 +83,10 @@ def test_decode_reads_like_a_sentence():
     assert_expected_inline(
         Layer("decode").run().sketch(),
         """\
-model.layers.0.self_attn.q_proj: rms_norm() -> [1, 1, 64]
-model.layers.0.self_attn.q_proj: linear_int4('', '') -> [1, 1, 128]
+model.layers.0.self_attn.q_proj: linear_int4('rms', '') -> [1, 1, 128]
 model.layers.0.self_attn: attention_int4() -> [1, 1, 64]
 model.layers.0.self_attn.o_proj: linear_int4('', 'residual') -> [1, 1, 64]
-model.layers.0.mlp: rms_norm() -> [1, 1, 64]
-model.layers.0.mlp: linear_int4('', 'swiglu') -> [1, 1, 112]
+model.layers.0.mlp: linear_int4('rms', 'swiglu') -> [1, 1, 112]
 model.layers.0.mlp.down_proj: linear_int4('', 'residual') -> [1, 1, 64]
 lm_head: linear_exact('rms', '') -> [1, 1, 131]""",
     )
@@ -128,24 +128,20 @@ def test_bias_and_fused_projections():
     assert_expected_inline(
         Layer("decode", "qwen2").run().sketch(),
         """\
-model.layers.0.self_attn.q_proj: rms_norm() -> [1, 1, 64]
-model.layers.0.self_attn.q_proj: linear_int4('', 'bias') -> [1, 1, 128]
+model.layers.0.self_attn.q_proj: linear_int4('rms', 'bias') -> [1, 1, 128]
 model.layers.0.self_attn: attention_int4() -> [1, 1, 64]
 model.layers.0.self_attn.o_proj: linear_int4('', 'residual') -> [1, 1, 64]
-model.layers.0.mlp: rms_norm() -> [1, 1, 64]
-model.layers.0.mlp: linear_int4('', 'swiglu') -> [1, 1, 112]
+model.layers.0.mlp: linear_int4('rms', 'swiglu') -> [1, 1, 112]
 model.layers.0.mlp.down_proj: linear_int4('', 'residual') -> [1, 1, 64]
 lm_head: linear_exact('rms', '') -> [1, 1, 131]""",
     )
     assert_expected_inline(
         Layer("decode", "phi3").run().sketch(),
         """\
-model.layers.0.self_attn.qkv_proj: rms_norm() -> [1, 1, 96]
-model.layers.0.self_attn.qkv_proj: linear_int4('', '') -> [1, 1, 288]
+model.layers.0.self_attn.qkv_proj: linear_int4('rms', '') -> [1, 1, 288]
 model.layers.0.self_attn: attention_int4() -> [1, 1, 96]
 model.layers.0.self_attn.o_proj: linear_int4('', 'residual') -> [1, 1, 96]
-model.layers.0.mlp: rms_norm() -> [1, 1, 96]
-model.layers.0.mlp: linear_int4('', 'swiglu') -> [1, 1, 112]
+model.layers.0.mlp: linear_int4('rms', 'swiglu') -> [1, 1, 112]
 model.layers.0.mlp.down_proj: linear_int4('', 'residual') -> [1, 1, 96]
 lm_head: linear_exact('rms', '') -> [1, 1, 131]""",
     )
@@ -329,11 +325,18 @@ def test_a_gain_is_never_folded_into_int4():
     layer = Layer("decode").run()
     assert layer.ctx.data["fold_gain"] == {}
     assert [s.gain for s in layer.ctx.data["pack_weights"]] == [None] * 4
-    first, second = layer.nodes("rms_norm")
-    assert [layer.ctx.path(n.args[1]) for n in (first, second)] == [
-        "model.layers.0.input_layernorm.weight",
-        "model.layers.0.post_attention_layernorm.weight",
-    ]
+    assert layer.nodes("rms_norm") == []
+    taken = {layer.ctx.path(n.args[11]) for n in layer.nodes("linear_int4") if n.args[11] is not None}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    assert taken == {f"model.layers.0.{name}.weight" for name in norms}
+    assert all((n.args[9] == "rms") == (n.args[11] is not None) for n in layer.nodes("linear_int4"))
+
+
+def test_float16_keeps_the_norm_before_int4():
+    """x * gain of a massive activation can leave float16's range, so the norm runs first."""
+    layer = Layer("decode", dtype=torch.float16).run()
+    assert len(layer.nodes("rms_norm")) == 2
+    assert all(n.args[9] == "" and n.args[11] is None for n in layer.nodes("linear_int4"))
 
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
