@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     _add_model(one)
     one.add_argument("--meta", action="store_true", help="build the model from its configuration, without weights")
     one.add_argument("--attention", choices=("sdpa", "eager"), help="attn_implementation (with --meta)")
+    one.add_argument("--repro", type=Path, metavar="FOLDER", help="write a script per graph that runs it on its own")
     _add_report(one, shown=True)
     _add_options(one)
     one.set_defaults(run=_explain)
@@ -224,6 +225,8 @@ def _explain(chosen: argparse.Namespace) -> int:
     with _status("capturing and rewriting"):
         report = explain(model, mode=mode, options=given)
     _show(report, chosen, text=True)
+    if chosen.repro:
+        print("".join(f"wrote {path}\n" for path in report.repro(chosen.repro)), end="", file=sys.stderr)
     return 0
 
 

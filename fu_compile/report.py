@@ -59,7 +59,7 @@ COUNTERS: dict[str, str] = {
     "bytes_original": "bytes of the model's own parameters",
     "bytes_packed": "bytes of packed weights",
     "bytes_dense": "bytes of dequantised or folded copies of weights (reference lowerings)",
-    "bytes_kv": "bytes of INT4 caches",
+    "bytes_kv": "bytes of the INT4 copies of static caches (an Int4Cache has nbytes)",
 }
 """Every counter and its meaning: the keys of ``report.counters``."""
 
@@ -86,14 +86,17 @@ PIECES = ("norms", "qkv", "attention", "cache", "swiglu", "residual", "head")
 """Columns of the layer map."""
 
 FORMATS: dict[str, str] = {
-    "int4": "INT4",
-    "fp8": "FP8 e4m3",
+    "int4": "4-bit codes with a scale per group",
+    "fp8": "8-bit floats (e4m3)",
     "bf16": "16 bit, gain folded",
     "exact": "eager's own numerics",
     "model": "the model's dtype",
     "missed": "not recognised: see the near misses",
 }
 """What a cell of the layer map can say."""
+
+STEPS = {"capture": "capture", "rest": "compile", "packing": "pack"}
+"""Keys of ``GraphReport.seconds`` that are no passes, and how the tables call them."""
 
 _OPERATORS: dict[str, tuple[tuple[str, str], ...]] = {
     "rms_norm": (("norms", "exact"),),
@@ -289,6 +292,7 @@ class ModelReport:
             "counters": dict(self.counted()),
             "fallbacks": [{"reason": reason, "where": where} for reason, where in self.fallbacks],
             "notes": list(self.notes),
+            "memory": memory(self.graphs),
             "graphs": [graph.as_dict() for graph in self.graphs],
         }
 
@@ -380,6 +384,14 @@ class Report:
         target = Path(path)
         target.write_text(page(self), encoding="utf-8")
         return target
+
+    def repro(self, folder: str | Path) -> list[Path]:
+        """Writes the script of every graph (:meth:`GraphReport.repro`): ``graph0.py``... in a folder, made if need be.
+
+        Raises:
+            DataError: a graph holds something that has no form as text.
+        """
+        return [graph.repro(Path(folder) / f"graph{n}.py") for n, graph in enumerate(self.graphs)]
 
     def to_text(self, width: int | None = None) -> str:
         """The text of ``str()``, at most ``width`` columns wide (default: the terminal's, 100 without one)."""
@@ -702,9 +714,11 @@ def layer_map(graph: GraphReport) -> dict[str, dict[str, Cell]]:
     def cell(path: str, piece: str) -> Cell:
         return rows.setdefault(_layer(path), {p: Cell() for p in PIECES})[piece]
 
+    chosen = {event.layer: event.note for event in graph.events if event.fired and event.name == "choose_precision"}
     for path, name, detail in graph.fused:
         lowering, why = graph.lowerings.get(name, ("", ""))
-        note = f"{path}: {name}" + f" [{detail}]" * bool(detail) + f" by {lowering}: {why}" * bool(lowering)
+        note = f"{path}: {name}" + f" [{detail}]" * bool(detail) + f" by {lowering} ({why})" * bool(lowering)
+        note += f"; {chosen[path]}" if name in _LINEAR and path in chosen else ""
         for piece, form in _pieces_of(path, name, detail):
             target = cell(path, piece)
             _add(target.formats, form)
@@ -749,9 +763,12 @@ def _add(entries: list[str], entry: str) -> None:
 
 def _same_rows(rows: Mapping[str, Mapping[str, Cell]]) -> list[tuple[str, list[str]]]:
     """Rows with their cells as text; neighbours that agree become one (``model.layers.0-31``)."""
+    return _joined((layer, [str(row[piece]) for piece in PIECES]) for layer, row in rows.items())
+
+
+def _joined(rows: Iterable[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
     runs: list[tuple[str, str, list[str]]] = []
-    for layer, row in rows.items():
-        texts = [str(row[piece]) for piece in PIECES]
+    for layer, texts in rows:
         if runs and runs[-1][2] == texts and REST not in (layer, runs[-1][0]):
             runs[-1] = (runs[-1][0], layer, texts)
         else:
@@ -769,6 +786,32 @@ def human_bytes(number: float) -> str:
             break
         number /= 1024
     return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def human_seconds(seconds: float) -> str:
+    """``0.0123`` -> ``"12.3 ms"``."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def times(graphs: Iterable[GraphReport]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings and rows of the table of times: what is paid once per graph, calls, and their mean wall time."""
+    rows = []
+    for graph in graphs:
+        once = {name: graph.seconds.get(key) for key, name in STEPS.items()}
+        once["passes"] = sum(value for key, value in graph.seconds.items() if key not in STEPS)
+        steps = (once[name] for name in ("capture", "passes", "compile", "pack"))
+        mean = graph.mean_seconds
+        rows.append(
+            (
+                f"{graph.index}: {graph.phase}",
+                *("-" if seconds is None else human_seconds(seconds) for seconds in steps),
+                str(graph.calls),
+                "-" if mean is None else f"{human_seconds(mean)} (of {graph.timed_calls})",
+            )
+        )
+    return ("graph", "capture", "passes", "compile", "pack", "calls", "mean call"), rows
 
 
 def render(parts: Iterable[RenderableType], width: int | None = None) -> str:
@@ -826,6 +869,10 @@ def _model_text(model: ModelReport) -> Iterator[RenderableType]:
     yield ""
     for graph in model.graphs:
         yield from _graph_text(graph)
+    yield from _memory_text(model)
+    if model.graphs:
+        yield table("times", *times(model.graphs))
+        yield ""
     counts = [(name, value) for name, value in model.counted().items() if value and not name.startswith("bytes_")]
     sizes = [
         (name, human_bytes(value)) for name, value in model.counted().items() if value and name.startswith("bytes_")
@@ -838,14 +885,30 @@ def _model_text(model: ModelReport) -> Iterator[RenderableType]:
         yield ""
 
 
+def _memory_text(model: ModelReport) -> Iterator[RenderableType]:
+    layers = memory(model.graphs)
+    kinds = [kind for kind in MEMORY if any(row.get(kind) for row in layers.values())]
+    if not kinds:
+        return
+    rows = _joined((layer, [human_bytes(row[k]) if k in row else "-" for k in kinds]) for layer, row in layers.items())
+    total = [human_bytes(sum(row.get(kind, 0) for row in layers.values())) for kind in kinds]
+    each = [(f"{layers} (each)" if "-" in layers else layers, *sizes) for layers, sizes in rows]
+    yield table("memory", ("layers", *kinds), [*each, ("total", *total)])
+    yield "; ".join(f"{kind}: {MEMORY[kind]}" for kind in kinds)
+    yield ""
+
+
 def _graph_text(graph: GraphReport) -> Iterator[RenderableType]:
     yield title_of(graph)
+    yield f"cache: {graph.store}, {STORES.get(graph.store, '')}"
     if graph.decision:
         decided = [(what, value, graph.reasons.get(what, "")) for what, value in graph.decision.items()]
         yield table("decision", ("what", "value", "why"), decided)
         yield ""
     if rows_of := layer_map(graph):
         yield table("layer map", ("layers", *PIECES), [(layer, *cells) for layer, cells in _same_rows(rows_of)])
+        used = {form for row in rows_of.values() for cell in row.values() for form in cell.formats}
+        yield "; ".join(f"{form}: {text}" for form, text in FORMATS.items() if form in used)
         yield ""
     if operators := graph.operators():
         lowered = [(name, n, *graph.lowerings.get(name, ("", ""))) for name, n in operators.items()]
@@ -857,8 +920,6 @@ def _graph_text(graph: GraphReport) -> Iterator[RenderableType]:
     if graph.left_to_aten:
         rest = ", ".join(f"{name} x{n}" for name, n in sorted(graph.left_to_aten.items(), key=lambda e: -e[1]))
         yield f"left to ATen: {rest}"
-    if graph.seconds:
-        yield "seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in graph.seconds.items())
     yield ""
 
 

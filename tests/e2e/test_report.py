@@ -1,11 +1,17 @@
 """The report: what it derives from a graph, its three forms, the registry, and explain."""
 
+import contextlib
 import copy
 import gc
 import html.parser
 import inspect
+import io
 import json
+import math
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,10 +19,29 @@ from fu_compile.passes import Event
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import fu_compile
+from fu_compile import backend, repro
 from fu_compile import report as report_module
-from fu_compile.errors import OptionError
+from fu_compile.errors import DataError, OptionError
 from fu_compile.options import Options
-from fu_compile.report import COUNTERS, PIECES, REST, GraphReport, ModelReport, Report, layer_map, new_record, record_of
+from fu_compile.report import (
+    COUNTERS,
+    FORMATS,
+    MEMORY,
+    PIECES,
+    REST,
+    GraphReport,
+    ModelReport,
+    Report,
+    human_bytes,
+    human_seconds,
+    layer_map,
+    memory,
+    new_record,
+    record_of,
+)
+from fu_compile.report_html import COLOURS
+
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 def llama(layers=2, **more):
@@ -124,36 +149,291 @@ def test_as_dict_is_json_with_flat_counters():
 class Balanced(html.parser.HTMLParser):
     def __init__(self):
         super().__init__()
-        self.open, self.cells, self.loaded = [], [], []
+        self.open, self.buttons, self.spans, self.loaded, self.ids, self.texts = [], [], [], [], set(), []
 
     def handle_starttag(self, tag, attrs):
-        if tag not in ("meta",):
+        given = dict(attrs)
+        if tag not in ("meta", "col"):
             self.open.append(tag)
-        if tag == "td":
-            self.cells.append(dict(attrs))
+        if tag == "button":
+            self.buttons.append(given)
+        if "map" in self.open or tag == "td":
+            self.spans.append(int(given.get("colspan", 1)))
+        if "id" in given:
+            assert given["id"] not in self.ids
+            self.ids.add(given["id"])
         self.loaded += [value for name, value in attrs if name in ("src", "href")]
+        self.scripts = [value for name, value in attrs if name.startswith("on")]
+        assert not self.scripts
+        assert tag != "script" or given.get("type") == "application/json"
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "button":
+            self.texts.append(data)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_one_well_formed_file(tmp_path):
-    made = one()
+def read(made, tmp_path):
     text = made.to_html(tmp_path / "r.html").read_text(encoding="utf-8")
     page = Balanced()
     page.feed(text)
+    return text, page
+
+
+def test_the_page_is_one_well_formed_file(tmp_path):
+    made = one()
+    text, page = read(made, tmp_path)
     assert page.open == []
     assert page.loaded == []
     assert "http" not in re.sub(r"<!doctype html>", "", text)
-    assert "<b>" not in text  # names and reasons are escaped
+    assert "<b>(" not in text  # names and reasons are escaped
     assert "<script>alert" not in text
-    cells = [cell for cell in page.cells if "title" in cell]
-    assert len(cells) == 4 * len(PIECES)
-    missed = [cell for cell in cells if cell["class"] == "missed"]
+    missed = [b for b in page.buttons if b["class"] == "missed"]
     assert len(missed) == 1
     assert "the activation is <gelu>, not silu" in missed[0]["title"]
+    # Every cell opens details of its own.
+    assert {b["popovertarget"] for b in page.buttons if "popovertarget" in b} <= page.ids
     data = re.search(r'<script type="application/json" id="report">(.*?)</script>', text, re.S).group(1)
     assert json.loads(data) == json.loads(json.dumps(made.as_dict()))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 80, 131])
+def test_layers_that_agree_are_one_cell_and_none_is_lost(layers, tmp_path):
+    graph = decode_graph(layers)
+    graph.events = [e for e in graph.events if e.fired]
+    differ = {i for i in (2, 40) if i < layers}
+    graph.fused = [
+        (path, "linear_fp8" if path in {f"model.layers.{i}.mlp.down_proj" for i in differ} else name, detail)
+        for path, name, detail in decode_graph(layers).fused
+        if not path.endswith(("o_proj", ".mlp"))
+    ]
+    text, page = read(Report([ModelReport("m", Options(), [graph])]), tmp_path)
+    strip = re.search(r'<table class="map".*?</table>', text, re.S).group()
+    rows = re.findall(r"<tr><th>[^<]*</th>(.*?)</tr>", strip, re.S)
+    assert len(rows) == len(PIECES)
+    changes = sum((i > 0) + (i < layers - 1) for i in differ)
+    for piece, row in zip(PIECES, rows, strict=True):
+        spans = [int(n) for n in re.findall(r'<td colspan="(\d+)">', row)]
+        assert sum(spans) == layers, piece
+        assert len(spans) == (1 + changes if piece == "residual" else 1), piece
+    titles = [b["title"] for b in page.buttons if "output and down, residual, layer" in b["title"]]
+    assert len(titles) == 1 + changes
+    assert sum("8-bit" in title for title in titles) == len(differ)
+
+
+def luminance(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_white_text_is_readable_on_every_cell():
+    assert set(COLOURS) == set(FORMATS)
+    for name, colour in COLOURS.items():
+        assert 1.05 / (luminance(colour) + 0.05) >= 4.5, name  # WCAG 2.1, 1.4.3, level AA
+    assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+# ---- memory and times ----------------------------------------------------------------------------------------------
+
+
+def tiny(layers=1, **more):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return LlamaForCausalLM(llama(layers, eos_token_id=None, pad_token_id=0, **more)).eval().requires_grad_(False)
+
+
+def run(model, tokens=3, new=2, batch=1, **more):
+    ids = torch.randint(3, 103, (batch, tokens))
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new + 1, do_sample=False, **more)
+
+
+def test_memory_per_layer_adds_up_to_what_is_held():
+    layers = 2
+    model = fu_compile.compile(tiny(layers), rest="eager", overrides=[("model.layers.1.*", "bf16")])
+    cache = StaticCache(config=model.config, max_cache_len=70)
+    run(model, new=2, **{CACHE: cache})
+    made = fu_compile.report(model)
+    found = memory(made.graphs)
+    assert list(found) == ["model.layers.0", "model.layers.1", REST]
+    for i in range(layers):
+        own = sum(p.nbytes for p in model.model.layers[i].parameters())
+        assert found[f"model.layers.{i}"]["parameters"] == own
+    total = {kind: sum(row.get(kind, 0) for row in found.values()) for kind in MEMORY}
+    assert total["parameters"] == sum(p.nbytes for p in model.parameters()) == made.counters["bytes_original"]
+    assert "int4" not in found["model.layers.1"]
+    assert found["model.layers.1"]["bf16"] == sum(
+        p.numel() * 2 for n, p in model.model.layers[1].named_parameters() if "proj" in n
+    )
+    # Prefill and decode have packed weights of their own in layer 0; in layer 1 both share the 16-bit ones.
+    assert total["int4"] + total["fp8"] + total["bf16"] == made.counters["bytes_packed"]
+    assert total["kv_int4"] == made.counters["bytes_kv"]
+    assert total["kv_model"] == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    again = json.loads(json.dumps(made.as_dict()))
+    assert again["models"][0]["memory"]["model.layers.0"] == found["model.layers.0"]
+    text = str(made)
+    assert "model.layers.0 " in text
+    assert human_bytes(total["int4"]) in text
+
+
+def test_explain_tells_the_memory_of_a_model_without_weights():
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama(2)).to(torch.bfloat16).eval()
+    found = memory(fu_compile.explain(model).graphs)
+    assert sum(row["parameters"] for row in found.values()) == 2 * sum(p.numel() for p in model.parameters())
+    layer = found["model.layers.1"]
+    assert layer["int4"] < layer["fp8"] < layer["parameters"]
+    assert layer["kv_int4"] < layer["kv_model"]
+
+
+def test_times_are_taken_once_and_calls_only_inside_timed():
+    model = fu_compile.compile(tiny(), rest="eager")
+    run(model, cache_implementation="static")
+    before = {name: value for graph in fu_compile.report(model).graphs for name, value in graph.seconds.items()}
+    assert {"capture", "rms_norm", "swiglu", "pack_weights", "rest", "packing"} <= set(before)
+    assert all(value >= 0 for value in before.values())
+    assert [graph.mean_seconds for graph in fu_compile.report(model).graphs] == [None, None]
+    with fu_compile.report.timed(model):
+        run(model, cache_implementation="static")
+    run(model, cache_implementation="static")
+    prefill, decode = fu_compile.report(model).graphs[:2]
+    assert (prefill.calls, prefill.timed_calls) == (3, 1)
+    assert (decode.calls, decode.timed_calls) == (6, 2)
+    assert decode.mean_seconds > 0
+    assert f"{human_seconds(decode.mean_seconds)} (of 2)" in fu_compile.report(model).to_text(200)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.50 s"), (0.0123, "12.3 ms"), (4e-5, "40 us")])
+def test_seconds_are_written_for_people(seconds, text):
+    assert human_seconds(seconds) == text
+
+
+def test_a_model_compiled_with_plain_torch_has_its_own_name():
+    model = tiny()
+    model.compile(backend="futransformer", options={"rest": "eager"})
+    run(model, cache_implementation="static")
+    assert [m.name for m in fu_compile.report(model).models] == ["LlamaForCausalLM"]
+
+
+# ---- a script per graph --------------------------------------------------------------------------------------------
+
+
+def fresh(path):
+    """What a script prints in a fresh process: (operators line, max error)."""
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith("max error: ")
+    return lines[1], float(lines[-1].partition(": ")[2])
+
+
+def here(path):
+    """The same without the cost of a process."""
+    namespace = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(path.read_text(), str(path), "exec"), namespace)
+    lines = out.getvalue().splitlines()
+    return lines[1], float(lines[-1].partition(": ")[2])
+
+
+def operators(graph):
+    return "operators: " + ", ".join(f"{name} x{n}" for name, n in graph.operators().items())
+
+
+def test_a_repro_runs_in_a_fresh_process(tmp_path):
+    model = fu_compile.compile(tiny(2), mode="exact", rest="eager")
+    run(model, cache_implementation="static")
+    graph = fu_compile.report(model).graphs[1]
+    path = graph.repro(tmp_path / "some folder" / "graph1.py")
+    printed, error = fresh(path)
+    assert printed == operators(graph)
+    assert 0 <= error < 1e-4  # float32 sums of a hundred terms in another order
+    text = path.read_text()
+    assert 'at("model.layers.1.mlp' in text.replace("'", '"')
+    assert "modeling_llama.py:" in text
+
+
+def test_a_repro_rebuilds_exact_graphs_of_every_cache(tmp_path):
+    """Two batch sizes, so that the second pair of graphs has symbolic sizes; three kinds of cache."""
+    model = fu_compile.compile(tiny(), mode="exact", rest="eager")
+    run(model, cache_implementation="static")
+    run(model, tokens=5, batch=2, cache_implementation="static")
+    run(model, tokens=4)
+    with torch.no_grad():
+        model(torch.randint(3, 103, (1, 4)), use_cache=False)
+    graphs = fu_compile.report(model).graphs
+    assert any(graph.batch.startswith("s") for graph in graphs)
+    stores = {(graph.phase, graph.store) for graph in graphs}
+    cached = {(phase, store) for phase in ("prefill", "decode") for store in ("StaticCache", "DynamicCache")}
+    assert stores == {*cached, ("score", "none")}
+    for graph in graphs:
+        printed, error = here(graph.repro(tmp_path / f"graph{graph.index}.py"))
+        assert printed == operators(graph)
+        assert error < 1e-4  # as above
+
+
+def test_a_repro_rebuilds_quantised_graphs(tmp_path):
+    model = fu_compile.compile(tiny(), rest="eager")
+    run(model, tokens=70, cache_implementation="static")
+    for graph in fu_compile.report(model).graphs:
+        assert graph.store == "StaticCache + INT4"
+        printed, error = here(graph.repro(tmp_path / f"graph{graph.index}.py"))
+        assert printed == operators(graph)
+        assert 1e-4 < error < 3  # quantised: an error, but of the size of the values (deviation 1) at most
+
+
+def test_a_repro_shows_a_wrong_graph(tmp_path, monkeypatch):
+    """A backend that is one per cent off shows; so does editing the options of the script."""
+    model = fu_compile.compile(tiny(), rest="eager")
+    run(model, cache_implementation="static")
+    path = fu_compile.report(model).graphs[1].repro(tmp_path / "graph.py")
+    path.write_text(re.sub(r"OPTIONS = .*", "OPTIONS = {'mode': 'exact', 'rest': 'eager'}", path.read_text()))
+    printed, exact = here(path)
+    assert exact < 1e-4
+    assert "linear_int4" not in printed
+    right = backend.compile_graph
+
+    def wrong(*args):
+        compiled = right(*args)
+        return lambda *inputs: [x * 1.01 for x in compiled(*inputs)]
+
+    monkeypatch.setattr(backend, "compile_graph", wrong)
+    assert here(path)[1] > 1e-3
+
+
+def test_errors_are_measured():
+    x = torch.randn(5, 7)
+    assert repro.error(x, x) == (0.0, 0.0)
+    largest, relative = repro.error(x + 0.5, x)
+    assert largest == pytest.approx(0.5)
+    assert relative == pytest.approx(0.5 / float(x.square().mean().sqrt()), rel=1e-5)
+    inf = torch.tensor([float("-inf"), 1.0])
+    assert repro.error(inf, inf) == (0.0, 0.0)
+    assert math.isnan(repro.error(torch.tensor([float("nan")]), torch.ones(1))[0])
+    assert repro.error(x[:0], x[:0]) == (0.0, 0.0)
+
+
+def test_a_repro_of_a_model_without_weights(tmp_path):
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama(1)).eval()
+    made = fu_compile.explain(model, options={"mode": "exact", "rest": "eager"})
+    paths = made.repro(tmp_path / "scripts")
+    assert [path.name for path in paths] == ["graph0.py", "graph1.py"]
+    for graph, path in zip(made.graphs, paths, strict=True):
+        printed, error = here(path)
+        assert printed == operators(graph)
+        assert error < 1e-4
+
+
+def test_what_has_no_form_as_text_is_a_named_error(tmp_path):
+    with pytest.raises(DataError, match="backend of this process"):
+        decode_graph().repro(tmp_path / "no.py")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_empty_reports_say_so(tmp_path):
