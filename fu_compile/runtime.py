@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from . import formats
 from .caches import COPIES, Copy, KVSpec
-from .errors import CacheLengthError, MetaParameterError, WeightsChangedError
+from .errors import CacheLengthError, CacheMismatchError, MetaParameterError, WeightsChangedError
 from .lowerings.dense import dense_bytes
 from .report import GraphReport
 from .weights import STORE, PackSpec, Sample, key_risk, key_tables
@@ -170,11 +170,15 @@ class CompiledGraph:
         self._anchor = signature.packs[0].weights[0] if signature.packs else None
         self._phase = f"{graph.phase}_calls"
         self._prefill = graph.phase != "decode"
+        self._capturable = torch.cuda.is_available()
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Runs the graph. Raises a named error before anything is changed when the call cannot be right."""
         signature = self.signature
-        lengths = self._lengths(args) if signature.limits else ()
+        capturing = self._capturable and torch.cuda.is_current_stream_capturing()
+        if capturing:
+            self._before_capture(args)
+        lengths = self._lengths(args) if signature.limits and not capturing else ()
         extras: list[Any] = []
         constants: list[Tensor] = []
         copies: list[Copy | None] = []
@@ -249,14 +253,50 @@ class CompiledGraph:
         self.counters["repacks"] += STORE.repacks - repacks
         return fresh
 
+    # ---- capture ---------------------------------------------------------------------------------------------------
+
+    def _before_capture(self, args: Sequence[Any]) -> None:
+        """In a ``torch.cuda.graph``: refuses what would have to read the device, and marks the lengths as replayed.
+
+        Whether the cache is long enough cannot be asked here; the kernels look at the position themselves, and past the
+        end they write nothing and give NaN. A replay advances a length without moving its version, so from now on
+        nothing that is remembered about it is believed.
+
+        Raises:
+            WeightsChangedError: parameters would have to be packed.
+            CacheMismatchError: pages of the cache would have to be imported.
+        """
+        advice = "Call the model once in the same way before torch.cuda.graph."
+        if self._anchor is not None:
+            binding = self._bindings.get(id(args[self._anchor]))
+            if binding is None or not binding.current(args):
+                raise WeightsChangedError("packing weights cannot be captured in a CUDA graph", advice=advice)
+        for spec in self.signature.kv:
+            if spec.created:
+                continue
+            keys, values = args[spec.keys], args[spec.values]
+            copy = COPIES.find(keys, values)
+            if copy is None or not copy.current(keys, values):
+                raise CacheMismatchError(
+                    "the INT4 pages of this cache are not those of its rows, and importing them cannot be captured",
+                    where=spec.layer,
+                    advice=advice,
+                )
+        for i, _, _ in self.signature.limits:
+            args[i]._fu_replayed = True
+
     # ---- caches ----------------------------------------------------------------------------------------------------
 
     def _lengths(self, args: Sequence[Any]) -> list[tuple[int, int]]:
         """(argument index, length after this call) of every cumulative_length; an overflow is an error here."""
         tokens = size(args, self.signature.tokens)
+        before = [self._known(args, i) for i, _, _ in self.signature.limits]
+        if None in before:
+            # Not those that the runtime remembers alone: one read of all costs a GPU no more than one of the first.
+            before = torch.stack([args[i].reshape(()) for i, _, _ in self.signature.limits]).tolist()
         after = []
-        for i, slots, layer in self.signature.limits:
-            length, limit = self._length(args, i) + tokens, size(args, slots)
+        for (i, slots, layer), used in zip(self.signature.limits, before, strict=True):
+            length, limit = used + tokens, size(args, slots)  # type: ignore[operator]
             if length > limit:
                 raise CacheLengthError(
                     f"the cache has {limit} slots, {length - tokens} are used and this call needs {tokens} more:"
@@ -266,13 +306,13 @@ class CompiledGraph:
             after.append((i, length))
         return after
 
-    def _length(self, args: Sequence[Any], i: int) -> int:
-        """The cumulative_length at argument ``i``: read from the device only when somebody else changed it."""
+    def _known(self, args: Sequence[Any], i: int) -> int | None:
+        """The cumulative_length at argument ``i``, or none where somebody else may have changed it."""
         t: Tensor = args[i]
         left = self._left.get(i)
-        if left is not None and left[0]() is t and left[1] == t._version:
+        if left is not None and left[0]() is t and left[1] == t._version and not hasattr(t, "_fu_replayed"):
             return left[2]
-        return int(t)
+        return None
 
     def _caches(self, args: Sequence[Any], binding: Binding, after: int | None, extras: list[Any]) -> list[Copy | None]:
         """Appends the store and the tables of every layer to ``extras``, importing what is new or was changed."""
@@ -306,7 +346,8 @@ class CompiledGraph:
     def _used(self, args: Sequence[Any], spec: KVSpec, after: int | None) -> int:
         """Tokens in the cache before this call; the whole cache where the graph does not say."""
         if spec.length is not None:
-            return self._length(args, spec.length)
+            known = self._known(args, spec.length)
+            return int(args[spec.length]) if known is None else known
         return args[spec.keys].shape[2]
 
     def _seen(

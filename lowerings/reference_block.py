@@ -105,7 +105,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cau
         mask = mask.reshape(mask.shape[0], k.shape[1], repeat, -1)
     return F.scaled_dot_product_attention(
         q.reshape(b, k.shape[1], repeat, d), k, v, attn_mask=mask, scale=scale
-    ).view(b, hq, 1, v.shape[-1])  # fmt: skip
+    ).reshape(b, hq, 1, v.shape[-1])  # fmt: skip
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
