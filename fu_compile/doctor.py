@@ -1,7 +1,9 @@
 """What this machine can do, and whether a model's calls reach the backend.
 
-``print(fu_compile.doctor())`` lists versions, GPU, compilers and folders; ``fu_compile.doctor(model)`` also looks at
-the model. Nothing is changed. Only a call looks at the GPU, never the import.
+``print(fu_compile.doctor())`` lists versions, GPU, compilers and folders, and models whose calls never arrived;
+``fu_compile.doctor(model)`` also looks at the model: which compiler owns its calls, whether prefill and decode arrive,
+growing caches, and how near Dynamo is to giving up. Nothing is changed and nothing is run. What it finds comes with the
+line that mends it. Only a call looks at the GPU, never the import.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fu_compile.report import record_of, render, table, unwrap
+from fu_compile.report import models_without_calls, records_of, render, table, unwrap
 
 if TYPE_CHECKING:
     import torch
+
+    from fu_compile.report import ModelReport
 
 VERSION = 1
 """Version of the dictionary that :meth:`DoctorReport.as_dict` makes."""
@@ -80,6 +84,14 @@ class DoctorReport:
         """Everything, in types that JSON has, with a version."""
         return {"version": VERSION, "ok": self.ok, "checks": [asdict(check) for check in self.checks]}
 
+    def to_html(self, path: str | Path) -> Path:
+        """Writes one self-contained page and returns its path."""
+        from fu_compile.report_html import doctor_page
+
+        target = Path(path)
+        target.write_text(doctor_page(self), encoding="utf-8")
+        return target
+
     def to_text(self, width: int | None = None) -> str:
         """The text of ``str()``, at most ``width`` columns wide."""
         rows = [(c.status, c.name, c.value) for c in self.checks]
@@ -104,8 +116,7 @@ def doctor(model: torch.nn.Module | None = None) -> DoctorReport:
         OptionError: if ``model`` is not a module.
     """
     checks = [*_software(), *_machine()]
-    if model is not None:
-        checks += _model(model)
+    checks += _processwide() if model is None else _model(model)
     return DoctorReport(checks)
 
 
@@ -215,11 +226,17 @@ _IN_PLACE = f'model.compile(backend="{BACKEND}")'
 
 def _model(model: Any) -> Iterator[Check]:
     inner = unwrap(model)
+    records = records_of(inner)
     yield Check("model", type(inner).__name__)
-    yield _reached(model, inner)
-    record = record_of(inner)
-    calls = record.counters["calls"] if record else 0
-    yield Check("calls so far", f"{calls} calls of {len(record.graphs) if record else 0} graphs reached the backend")
+    compilers = _compilers(model, inner)
+    yield _reached(compilers, inner)
+    yield from _stacked(compilers)
+    yield from _switched_off()
+    yield _calls(compilers, records)
+    yield from _fallen_back(records)
+    yield from _eager_prefill(compilers, records)
+    yield from _growing_cache(records)
+    yield from _recompilations(inner)
     if inner.training:
         yield Check("mode", "training", "problem", "Call model.eval().")
     wanting = [name for name, p in inner.named_parameters() if p.requires_grad]
@@ -227,6 +244,13 @@ def _model(model: Any) -> Iterator[Check]:
         value = f"{len(wanting)} parameters require grad ({wanting[0]}, ...)"
         yield Check("gradients", value, "warning", "Call it under torch.no_grad(), or model.requires_grad_(False).")
     yield from _placement(inner)
+
+
+def _processwide() -> Iterator[Check]:
+    yield from _switched_off()
+    for name in models_without_calls():
+        value = f"{name} was compiled with fu_compile.compile and no call has reached the backend"
+        yield Check("calls", value, "warning", f"print(fu_compile.doctor(model)) says why; usually: {_IN_PLACE}")
 
 
 def _placement(model: torch.nn.Module) -> Iterator[Check]:
@@ -258,24 +282,160 @@ def _offloads(hook: Any) -> bool:
     )
 
 
-def _reached(model: Any, inner: torch.nn.Module) -> Check:
+# ---- who compiles it -----------------------------------------------------------------------------------------------
+
+_FORWARD, _INPLACE, _WRAPPER, _GENERATE = (
+    "model.forward = torch.compile(...)",
+    "model.compile()",
+    "torch.compile(model)",
+    "generate(compile_config=...)",
+)
+
+
+def _compilers(model: Any, inner: torch.nn.Module) -> dict[str, str]:
+    """How the model was compiled -> backend, from the inside to the outside: the first one gets the graphs."""
+    found = {
+        _FORWARD: backend_of(vars(inner)["forward"]) if "forward" in vars(inner) else None,
+        _INPLACE: backend_of(inner._compiled_call_impl) if inner._compiled_call_impl is not None else None,
+        _WRAPPER: backend_of(model) if model is not inner else None,
+        # transformers keeps what generate() compiled for its decode steps here.
+        _GENERATE: backend_of(vars(inner)["_compiled_call"]) if "_compiled_call" in vars(inner) else None,
+    }
+    return {how: backend for how, backend in found.items() if backend is not None}
+
+
+def _owner(compilers: dict[str, str]) -> tuple[str, str]:
+    return next(iter(compilers.items()), ("", ""))
+
+
+def _reached(compilers: dict[str, str], inner: torch.nn.Module) -> Check:
     name = "reaches the backend"
-    in_place = backend_of(inner._compiled_call_impl) if inner._compiled_call_impl is not None else None
-    forward = backend_of(vars(inner)["forward"]) if "forward" in vars(inner) else None
-    for backend, how in ((in_place, "model.compile() in place"), (forward, "a compiled model.forward")):
-        if backend == BACKEND:
-            return Check(name, f"yes, generate() too: {how}")
-    wrapper = backend_of(model) if model is not inner else None
-    if wrapper == BACKEND:
-        value = "only calls of the wrapper: wrapper.generate() runs uncompiled, PyTorch hands it to the inner model"
-        return Check(name, value, "problem", f"Instead of torch.compile(model): {_IN_PLACE}")
+    how, owner = _owner(compilers)
+    if owner == BACKEND:
+        if how == _WRAPPER:
+            value = "only calls of the wrapper: wrapper.generate() runs uncompiled, PyTorch hands it to the inner model"
+            return Check(name, value, "problem", f"Instead of torch.compile(model): {_IN_PLACE}")
+        if how == _GENERATE:
+            value = f"only decode steps: {how} leaves the prefill uncompiled"
+            return Check(name, value, "warning", f"For prefill and decode: {_IN_PLACE}")
+        where = "model.compile() in place" if how == _INPLACE else "a compiled model.forward"
+        return Check(name, f"yes, generate() too: {where}")
     parts = [n for n, m in inner.named_modules() if n and m._compiled_call_impl and backend_of(m._compiled_call_impl)]
     parts = [n for n in parts if backend_of(inner.get_submodule(n)._compiled_call_impl) == BACKEND]
-    if parts:
+    if parts and not owner:
         return Check(name, f"only inside {', '.join(parts[:3])}", "warning", f"For the whole model: {_IN_PLACE}")
-    other = next((b for b in (in_place, forward, wrapper) if b), None)
-    value = f"no: compiled with backend {other!r}" if other else "no: the model is not compiled"
+    value = f"no: compiled with backend {owner!r}" if owner else "no: the model is not compiled"
     return Check(name, value, "problem", _IN_PLACE)
+
+
+def _stacked(compilers: dict[str, str]) -> Iterator[Check]:
+    # What generate() compiles around a model compiled in place never gets a graph (tests/cases, B02): no finding.
+    mine = {how: backend for how, backend in compilers.items() if how != _GENERATE}
+    if len(set(mine.values())) < 2:
+        return
+    how, owner = _owner(mine)
+    listed = ", around it ".join(f"{how} with {backend!r}" for how, backend in mine.items())
+    value = f"{len(mine)} stacked: {listed}; the inner one gets every graph"
+    unwanted = how if owner != BACKEND else next(h for h, b in mine.items() if b != BACKEND)
+    advice = f"Keep one: leave out {unwanted} with backend {mine[unwanted]!r}."
+    yield Check("compilers", value, "warning" if owner == BACKEND else "problem", advice)
+
+
+def _switched_off() -> Iterator[Check]:
+    import torch
+
+    stance = str(torch._dynamo.eval_frame._stance.stance)
+    if torch._dynamo.config.disable:
+        advice = "Unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE, or torch._dynamo.config.disable = False."
+        yield Check("dynamo", "switched off: every compiled model runs uncompiled", "problem", advice)
+    elif stance in ("force_eager", "eager_on_recompile"):
+        when = "every call runs" if stance == "force_eager" else "calls that need a new graph run"
+        yield Check(
+            "dynamo", f"stance {stance!r}: {when} uncompiled", "problem", 'torch.compiler.set_stance("default")'
+        )
+
+
+# ---- what its calls did --------------------------------------------------------------------------------------------
+
+
+def _calls(compilers: dict[str, str], records: list[ModelReport]) -> Check:
+    calls = sum(record.counters["calls"] for record in records)
+    value = f"{calls} calls of {sum(len(record.graphs) for record in records)} graphs reached the backend"
+    if calls or BACKEND not in compilers.values():
+        return Check("calls so far", value)
+    # The model is compiled: either it was never called, or its calls went somewhere else.
+    advice = "Call model(...) or model.generate(...), not model.forward(...) or a part of it, and look again."
+    return Check("calls so far", value, "warning", advice)
+
+
+def _fallen_back(records: list[ModelReport]) -> Iterator[Check]:
+    found = [entry for record in records for entry in record.fallbacks]
+    if found:
+        reason, where = found[0]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        value = f"left to the general path: {reason}" + f" at {where}" * bool(where) + more
+        yield Check("fallbacks", value, "warning", "print(fu_compile.report(model)) lists them; strict=True raises.")
+
+
+def _eager_prefill(compilers: dict[str, str], records: list[ModelReport]) -> Iterator[Check]:
+    prefill, decode = (sum(record.counters[f"{phase}_calls"] for record in records) for phase in ("prefill", "decode"))
+    how, owner = _owner(compilers)
+    # Compiled in place, prompts of one token are decode steps too: nothing ran uncompiled.
+    if decode and not prefill and not (owner == BACKEND and how in (_FORWARD, _INPLACE)):
+        value = f"ran uncompiled: {decode} decode steps reached the backend and no prefill"
+        yield Check("prefill", value, "warning", f"Instead of a compile_config: {_IN_PLACE}")
+
+
+def _growing_cache(records: list[ModelReport]) -> Iterator[Check]:
+    graphs = [graph for record in records for graph in record.graphs if graph.operators()["kv_cat"]]
+    calls = sum(graph.calls for graph in graphs if graph.phase == "decode")
+    if calls:
+        value = (
+            f"{calls} decode steps copied a DynamicCache that grows with every token, and kept it in 16 bits or more"
+        )
+        yield Check("cache", value, "warning", 'model.generate(..., cache_implementation="static")')
+
+
+NEAR = 0.75
+"""Share of Dynamo's limit from which the number of graphs is worth a warning."""
+
+
+def _recompilations(inner: torch.nn.Module) -> Iterator[Check]:
+    import torch
+
+    limit = min(torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit)
+    found = max(map(graphs_of, _codes(inner)), default=0)
+    if found < NEAR * limit:
+        return
+    full = found >= limit
+    value = f"{found} graphs of {type(inner).__name__}.forward, the limit is {limit}: " + (
+        "calls of other shapes now run uncompiled" if full else "beyond it calls run uncompiled"
+    )
+    advice = (
+        f"torch._dynamo.config.recompile_limit = {4 * limit}, or fewer shapes: a static cache, fixed batch sizes"
+        ' (TORCH_LOGS="recompiles" says what changes).'
+    )
+    yield Check("recompilations", value, "problem" if full else "warning", advice)
+
+
+def graphs_of(code: types.CodeType) -> int:
+    """How many graphs Dynamo keeps for a code object (all models of a class share theirs)."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return len(_debug_get_cache_entry_list(code))
+
+
+def _codes(inner: torch.nn.Module) -> set[types.CodeType]:
+    """The code objects that Dynamo may have started from: ``forward`` and the functions that decorators put around."""
+    found: set[types.CodeType] = set()
+    waiting: list[Any] = [type(inner).forward, vars(inner).get("forward"), type(inner)._call_impl]
+    while waiting:
+        function = waiting.pop()
+        function = getattr(function, "__func__", function)
+        if isinstance(function, types.FunctionType) and function.__code__ not in found:
+            found.add(function.__code__)
+            waiting += [getattr(function, name, None) for name in ("__wrapped__", "_torchdynamo_orig_callable")]
+    return found
 
 
 def backend_of(compiled: Any) -> str | None:

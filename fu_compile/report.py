@@ -344,6 +344,17 @@ def records_of(model: torch.nn.Module) -> list[ModelReport]:
     ]
 
 
+def models_without_calls() -> list[str]:
+    """Names of living models that ``fu_compile.compile`` was called with and none of whose calls arrived."""
+    from torch import nn
+
+    return [
+        record.name
+        for record in _records
+        if not record.counters["calls"] and any(isinstance(ref(), nn.Module) for ref in record.ties)
+    ]
+
+
 # ---- what a user gets ----------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ from fu_compile.report import (
 )
 
 if TYPE_CHECKING:
+    from fu_compile.doctor import DoctorReport
     from fu_compile.report import Report
 
 COLOURS = {
@@ -123,6 +124,21 @@ def page(report: Report) -> str:
         '<meta name="viewport" content="width=device-width">'
         f"<style>{_STYLE}</style></head><body><h1>FuTransformer report</h1>{body}"
         f'<script type="application/json" id="report">{data}</script></body></html>\n'
+    )
+
+
+def doctor_page(report: DoctorReport) -> str:
+    """The page of ``DoctorReport.to_html``."""
+    rows = "".join(
+        f"<tr><td{' class=bad' * (c.status != 'ok')}>{escape(c.status)}</td><th>{escape(c.name)}</th>"
+        f"<td>{escape(c.value)}" + (f"<br><b>{escape(c.advice)}</b>" if c.advice else "") + "</td></tr>"
+        for c in report.checks
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>FuTransformer doctor</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
+        '<body><h1>FuTransformer doctor</h1><p class="dim">What to do is set in bold.</p>'
+        f"<table><tr><th>status</th><th>what</th><th>found</th></tr>{rows}</table></body></html>\n"
     )
 
 
