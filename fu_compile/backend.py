@@ -204,7 +204,7 @@ def keep_kv(captured: Captured, example_inputs: Sequence[Any]) -> dict[str, str]
 
 def uncentred(done: Rewritten, example_inputs: Sequence[Any]) -> str:
     """What an Int4Cache without key tables loses with this model's keys, or an empty string."""
-    for node, *_ in done.ctx.data["int4_cache"]:
+    for node, _slots in done.ctx.data["int4_cache"]:
         reason = done.ctx.data["keep_kv"].get(passes.layer_of(node))
         mean = next(a for a in node.args if isinstance(a, fx.Node) and done.ctx.path(a).endswith("key_mean"))
         tables = example_inputs[done.ctx.index(mean)]
@@ -444,7 +444,9 @@ def sign(done: Rewritten) -> Signature:
     )
 
 
-_WRITES = {"kv_write_": (0, 1), "qkv_append": (6, 14), "attention_int4": (6, 14)}
+_WRITES = {
+    "kv_write_": (0, 1), "qkv_append": (6, 14), "attention_int4": (6, 14), "kv_extend_": (2, 10), "kv_update": (2, 10),
+}  # fmt: skip
 """Operator -> positions of the cache and of the token positions among its arguments."""
 
 
@@ -452,19 +454,16 @@ def limits_of(done: Rewritten) -> list[tuple[int, Size, str]]:
     """(index of the cumulative_length, slots, layer) of every cache that the graph writes; each length once."""
     from .caches import length_input
 
-    int4 = {writer: (position, slots) for writer, position, slots in done.ctx.data["int4_cache"]}
+    int4 = dict(done.ctx.data["int4_cache"])  # there the cache's tensors are one page long
     found: dict[int, tuple[int, Size, str]] = {}
     for node in done.gm.graph.nodes:
-        if node in int4:
-            position, slots = int4[node]
-        elif (where := _WRITES.get(ops.name_of(node.target) or "")) is not None:
-            position, slots = node.args[where[1]], node.args[where[0]].meta["val"].shape[2]
-        else:
+        where = _WRITES.get(ops.name_of(node.target) or "")
+        if where is None:
             continue
-        slots = slots.meta["val"] if isinstance(slots, fx.Node) else slots
+        cache, position = node.args[where[0]], node.args[where[1]]
         index = length_input(done.ctx, position)
         if index is not None and index not in found:
-            limit = size_of(done, str(slots))
+            limit = size_of(done, str(int4.get(node, cache.meta["val"].shape[2])))
             if limit is not None:
                 found[index] = (index, limit, passes.layer_of(node))
     return list(found.values())

@@ -15,7 +15,7 @@ refused keeps ``kv_update``, which dequantises the whole cache; so does an exact
 roundings. Numerics: the same rule of what a query sees (quant.md decision 4); keys, values, scores and sums in float32
 instead of the model's dtype.
 
-``ctx.data["int4_cache"]``: (node that writes, its position node, the cache's slots) for each layer, fused or not.
+``ctx.data["int4_cache"]``: (node that writes, slots of the cache) for each layer, fused or not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAME = "int4_cache"
 
 def run(gm: fx.GraphModule, ctx: Context) -> None:
     """Fuses every attention of ``gm`` that reads an Int4Cache."""
-    written: list[tuple[fx.Node, fx.Node, object]] = []
+    written: list[tuple[fx.Node, object]] = []
     for node in [n for n in gm.graph.nodes if is_op(n, "attention")]:
         update = _read(node.args[1])
         if update is None or _exact(node):
@@ -42,10 +42,16 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
         if reason := _refuses(node, update):
             ctx.missed(NAME, node, reason)
         else:
-            position, slots = update.args[-2:]
-            written.append((_rewrite(gm, ctx, node, update), position, slots))
+            slots = _slots(update)
+            written.append((_rewrite(gm, ctx, node, update), slots))
     unfused = [n for n in gm.graph.nodes if is_op(n, "kv_update")]
-    ctx.data[NAME] = [*written, *((n, *n.args[-2:]) for n in unfused)]
+    ctx.data[NAME] = [*written, *((n, _slots(n)) for n in unfused)]
+
+
+def _slots(update: fx.Node) -> object:
+    """Tokens that the cache of an update takes: a number, or a symbol."""
+    slots = update.args[-1]
+    return slots.meta["val"] if isinstance(slots, fx.Node) else slots
 
 
 def _read(keys: fx.Node) -> fx.Node | None:

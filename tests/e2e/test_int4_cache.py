@@ -9,7 +9,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.cache_utils import StaticLayer
 
@@ -76,6 +83,7 @@ class Operations(RuleBasedStateMachine):
     """
 
     SLOTS = 330
+    steps = 0
 
     @initialize(seed=st.integers(0, 2**31), batch=st.integers(1, 3), half=st.booleans(), tables=st.booleans())
     def start(self, seed, batch, half, tables):
@@ -185,6 +193,7 @@ class Operations(RuleBasedStateMachine):
 
     @invariant()
     def holds_the_same(self):
+        type(self).steps += 1
         if not hasattr(self, "layer"):
             return
         live = self.plain.length
@@ -196,11 +205,11 @@ class Operations(RuleBasedStateMachine):
             assert not a[:, :, live:].any()
 
 
-# 40 runs of at most 50 operations: 2,000 steps.
-Operations.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-)
-test_operations = Operations.TestCase
+def test_two_thousand_operations():
+    # A run ends after 50 operations or when hypothesis has seen enough.
+    how = settings(max_examples=70, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(Operations, settings=how)
+    assert Operations.steps >= 2000
 
 
 def test_encoding_is_the_formats():
@@ -427,7 +436,7 @@ def test_compiled_equals_eager(model, options):
 def test_operations_between_compiled_calls(model):
     """Crop, reorder and reset between compiled calls: the next call equals one on a cache that was built that way."""
     torch.manual_seed(5)
-    compiled = fu_compile.compile(copy.deepcopy(model), prefill="bf16", decode="bf16")
+    compiled = fu_compile.compile(copy.deepcopy(model), prefill="bf16", decode="bf16", rest="eager")
     ids = torch.randint(0, 211, (2, 130))
     cache = Int4Cache(model.config, 180, batch_size=2)
     calls(compiled, cache, ids, (100,))
@@ -452,15 +461,16 @@ def test_operations_between_compiled_calls(model):
 
 def test_overflow_in_a_compiled_call(model):
     """Named, on the host, before anything is written; a good call right after works."""
-    compiled = fu_compile.compile(copy.deepcopy(model), mode="exact")
+    compiled = fu_compile.compile(copy.deepcopy(model), mode="exact", rest="eager")
     ids = torch.randint(0, 211, (1, 80))
     cache = Int4Cache(model.config, 72)
     with pytest.raises(CacheLengthError, match="72"):
         calls(compiled, cache, ids, (73,))
     calls(compiled, cache, ids, (70, 1, 1))
     before = cache.layers[0].keys
-    with pytest.raises(CacheLengthError, match="at least 73"):
+    with pytest.raises(CacheLengthError, match="at least 73") as raised:
         calls(compiled, cache, ids[:, 72:73], (1,))
+    assert raised.value.where == "model.layers.0.self_attn"  # the runtime's check, before any kernel
     assert torch.equal(before, cache.layers[0].keys)
     assert int(cache.get_seq_length()) == 72
     cache.crop(-2)
