@@ -75,7 +75,8 @@ def parser() -> argparse.ArgumentParser:
 
     one = commands.add_parser("perplexity", help="perplexity of eager, exact, FP8 prefill and INT4 decode side by side")
     _add_model(one)
-    one.add_argument("--paths", metavar="A,B", help="comma-separated: eager, exact, fp8, int4 (default: all)")
+    paths = "comma-separated: eager, exact, fp8, int4, cache, cache4 (default: the first four)"
+    one.add_argument("--paths", metavar="A,B", help=paths)
     one.add_argument("--windows", metavar="I,J", help="comma-separated window numbers (default: the gate's)")
     one.add_argument("--length", type=int, metavar="N", help="tokens in a window (default: 2048)")
     one.add_argument("--file", type=Path, help="a UTF-8 text instead of WikiText-2")

@@ -14,6 +14,8 @@ Paths:
 ``fp8``    FP8 prefill: each window is one forward call
 ``int4``   INT4 decode: each token of a window is decoded on its own through the INT4 key/value cache,
            the next input being the text's token and not the model's (teacher forcing)
+``cache``  an Int4Cache alone, keys calibrated on WikiText-2 valid: decoded token by token, weights as they are
+``cache4`` the same with every token in INT4, the unfinished page too
 =========  ============================================================================================
 """
 
@@ -56,7 +58,12 @@ PATHS: dict[str, tuple[str, dict[str, Any]]] = {
     "exact": ("nothing quantised, one call per window", {"mode": "exact"}),
     "fp8": ("FP8 prefill, one call per window", {"prefill": "fp8", "decode": "exact", "kv_cache": "model"}),
     "int4": ("INT4 decode, token by token", {"prefill": "exact", "decode": "int4", "kv_cache": "int4"}),
+    "cache": ("INT4 cache alone, token by token", {"mode": "exact"}),
+    "cache4": ("the same, unfinished page in INT4 too", {"mode": "exact"}),
 }
+
+CALIBRATION_WINDOWS = 4
+"""Windows of the validation split from which the means of the keys are taken."""
 
 # Rows of logits that are turned into float32 log probabilities at once: 256 x 128,256 of Llama 3 are 130 MB.
 _ROWS = 256
@@ -182,8 +189,12 @@ def perplexity(
         for name in paths:
             bar.set_description(f"perplexity, {name}")
             start = time.perf_counter()
+            kept = _cache(model, tokenizer, name, batch) if name.startswith("cache") else None
             with _prepared(model, name, options or {}):
-                nll = (score_decode if name == "int4" else score_prefill)(model, batch, bar.update)
+                if name == "int4" or kept is not None:
+                    nll = score_decode(model, batch, bar.update, kept)
+                else:
+                    nll = score_prefill(model, batch, bar.update)
             seconds = time.perf_counter() - start
             results.append(PathResult(name, tuple(nll), batch.shape[0] * (length - 1), seconds))
     return Result(
@@ -213,19 +224,32 @@ def score_prefill(model: Any, batch: Tensor, done: Callable[[int], Any] = lambda
     return out
 
 
-def score_decode(model: Any, batch: Tensor, done: Callable[[int], Any] = lambda n: None) -> list[float]:
+def score_decode(
+    model: Any, batch: Tensor, done: Callable[[int], Any] = lambda n: None, kept: Any = None
+) -> list[float]:
     """Mean NLL of each row of ``batch``: [windows, length] int64; all rows decoded together, one token per call.
 
-    The key/value cache starts empty, so every token, the first included, is a decode step through it.
+    The key/value cache (``kept``, or a StaticCache) starts empty, so every token, the first included, is a decode step
+    through it.
     """
     rows, length = batch.shape
-    cache = {models.cache_kwarg(model): models.static_cache(model, length, rows)}
+    cache = {models.cache_kwarg(model): models.static_cache(model, length, rows) if kept is None else kept}
     total = torch.zeros(rows, dtype=torch.float64, device=batch.device)
     for i in range(length - 1):
         logits = model(input_ids=batch[:, i : i + 1], use_cache=True, **cache).logits[:, -1]
         total += _nll(logits, batch[:, i + 1])
         done(rows)
     return (total / (length - 1)).tolist()
+
+
+def _cache(model: Any, tokenizer: Any, name: str, batch: Tensor) -> Any:
+    """The Int4Cache of a path, its keys calibrated on the first windows of the validation split."""
+    from fu_compile.int4_cache import Int4Cache, calibrate_keys
+
+    rows, length = batch.shape
+    text, _ = cut(encode(tokenizer, wikitext("valid")[0]), range(CALIBRATION_WINDOWS), length)
+    tables = calibrate_keys(model, [window[None].to(model.device) for window in text])
+    return Int4Cache(model.config, length, rows, model.device, model.dtype, tables=tables, exact_page=name != "cache4")
 
 
 def wikitext(split: str = "test") -> tuple[str, str]:

@@ -95,6 +95,7 @@ class Int4Layer(StaticLayer):
         dtype: of the keys and values of the model.
         device: where everything lives.
         tables: (mean, balance), [Hkv, D] each, or none: zero and one.
+        exact_page: false: every token is rounded to INT4 as it is written, the unfinished page and the call's too.
 
     Raises:
         HeadDimError: head_dim is odd. CacheLengthError: max_cache_len is not positive.
@@ -113,8 +114,10 @@ class Int4Layer(StaticLayer):
         dtype: torch.dtype,
         device: torch.device,
         tables: tuple[Tensor, Tensor] | None = None,
+        exact_page: bool = True,
     ) -> None:
         super().__init__(max_cache_len=max_cache_len)
+        self.exact_page = exact_page
         self.batch_size, self.num_heads = batch_size, num_heads
         self.k_head_dim = self.v_head_dim = head_dim
         self.dtype, self.device = dtype, device
@@ -211,6 +214,10 @@ class Int4Layer(StaticLayer):
         if not torch.compiler.is_compiling():
             self._check(key_states)
         tokens = key_states.shape[2]
+        if not self.exact_page:
+            key_states, value_states = torch.ops.futransformer.kv_round.default(
+                key_states, value_states, self.key_mean, self.key_balance
+            )
         position = torch.arange(tokens, device=self.device) + self.cumulative_length
         store = (self.k_codes, self.k_scales, self.v_codes, self.v_scales, self.key_mean, self.key_balance)
         keys, values = torch.ops.futransformer.kv_update.default(
@@ -407,6 +414,8 @@ class Int4Cache(Cache):
         dtype: of the model's activations; default: the configuration's, else torch's default.
         model: where given, key tables come from its k_proj biases (Qwen2-like models need them).
         tables: key tables of :func:`calibrate_keys`; before ``model``.
+        exact_page: false: the unfinished page and the tokens of a call are rounded to INT4 too, as in formats that have
+            no exact page; for comparisons.
         offloading: keep layers on the CPU while other layers run, as transformers' caches do.
 
     Raises:
@@ -424,6 +433,7 @@ class Int4Cache(Cache):
         *,
         model: nn.Module | None = None,
         tables: KeyTables | None = None,
+        exact_page: bool = True,
         offloading: bool = False,
     ) -> None:
         text = config.get_text_config(decoder=True)
@@ -446,7 +456,9 @@ class Int4Cache(Cache):
         pairs: Sequence[Any] = (
             [None] * len(types) if tables is None else [*zip(tables.means, tables.balances, strict=True)]
         )
-        layers = [Int4Layer(max_cache_len, batch_size, heads, head_dim, dtype, place, pair) for pair in pairs]
+        layers = [
+            Int4Layer(max_cache_len, batch_size, heads, head_dim, dtype, place, pair, exact_page) for pair in pairs
+        ]
         super().__init__(layers=layers, offloading=offloading)
 
     @property

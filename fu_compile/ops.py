@@ -8,7 +8,7 @@ replace the ATen nodes gives the eager result: ``rms_norm``, ``rotary``, ``swigl
 
 *Fused* operators are what kernels exist for: ``linear_exact | linear_bf16 | linear_fp8 | linear_int4`` with a prologue
 and an epilogue spelled as strings, and the attention side ``qkv_rope``, ``qkv_append``, ``attention_int4``,
-``attention_prefill``, ``kv_store``, ``kv_append_``, ``kv_dequantize``.
+``attention_prefill``, ``kv_store``, ``kv_append_``, ``kv_extend_``, ``kv_update``, ``kv_round``, ``kv_dequantize``.
 
 Shapes: B batch, S tokens of this call, L cache slots, Hq query heads, Hkv key/value heads, D head_dim, R rotated
 columns (R <= D), N output and K input features, P pages of 64 tokens.
@@ -124,6 +124,8 @@ SCHEMAS: dict[str, str] = {
         f"(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, {_STORE}, {_TABLES}, Tensor position,"
         " SymInt length) -> (Tensor, Tensor)"
     ),
+    # k, v: [B, Hkv, S, D] as the INT4 cache gives them back, in their own dtype; encoding the result changes nothing.
+    "kv_round": f"(Tensor k, Tensor v, {_TABLES}) -> (Tensor, Tensor)",
     # codes: [B, Hkv, P, 64, D/2], scales: [B, Hkv, P, 64] -> [B, Hkv, pages*64, D] f32; with mean and balance (keys)
     # the rotation is undone: balance * H(codes * scale) + mean.
     "kv_dequantize": "(Tensor codes, Tensor scales, Tensor? mean, Tensor? balance, int pages) -> Tensor",
@@ -233,6 +235,7 @@ FAKES: dict[str, Callable[..., Any]] = {
         k.new_empty((k.shape[0], k.shape[1], args[-1], k.shape[3])),
         v.new_empty((v.shape[0], v.shape[1], args[-1], v.shape[3])),
     ),
+    "kv_round": lambda k, v, mean, balance: (k.new_empty(k.shape), v.new_empty(v.shape)),
     "kv_dequantize": lambda codes, scales, mean, balance, pages: codes.new_empty(
         (codes.shape[0], codes.shape[1], pages * PAGE, codes.shape[-1] * 2), dtype=torch.float32
     ),

@@ -331,6 +331,12 @@ def kv_update(
     return out[0], out[1]
 
 
+def kv_round(k: Tensor, v: Tensor, key_mean: Tensor, key_balance: Tensor) -> tuple[Tensor, Tensor]:
+    """k, v: [B, Hkv, S, D] through the codec of the cache and back."""
+    keys = formats.decode_keys(*formats.encode_keys(k, key_mean, key_balance), key_mean, key_balance)
+    return keys.to(k.dtype), formats.decode_rows(*formats.encode_rows(v)).to(v.dtype)
+
+
 def kv_dequantize(codes: Tensor, scales: Tensor, mean: Tensor | None, balance: Tensor | None, pages: int) -> Tensor:
     """codes: [B, Hkv, P, 64, D/2], scales: [B, Hkv, P, 64] -> [B, Hkv, pages*64, D] f32, keys with mean and balance."""
     c, s = codes[:, :, :pages].flatten(2, 3), scales[:, :, :pages].flatten(2, 3)
@@ -348,5 +354,6 @@ LAUNCH = {
     "kv_append_": kv_append_,
     "kv_extend_": kv_extend_,
     "kv_update": kv_update,
+    "kv_round": kv_round,
     "kv_dequantize": kv_dequantize,
 }

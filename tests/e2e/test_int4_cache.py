@@ -30,8 +30,8 @@ PAGE = formats.PAGE
 HEADS, DIM = 2, 16
 
 
-def layer(batch=2, slots=200, dtype=torch.float32, tables=None):
-    return Int4Layer(slots, batch, HEADS, DIM, dtype, torch.device("cpu"), tables)
+def layer(batch=2, slots=200, dtype=torch.float32, tables=None, exact_page=True):
+    return Int4Layer(slots, batch, HEADS, DIM, dtype, torch.device("cpu"), tables, exact_page)
 
 
 def rows(batch, tokens, dtype=torch.float32, dim=DIM):
@@ -50,7 +50,8 @@ def through(k, v, tables):
 class Plain:
     """What an Int4Cache holds, written down the long way: plain tensors, each page sent through the codec when full."""
 
-    def __init__(self, batch, tables, dtype):
+    def __init__(self, batch, tables, dtype, exact_page):
+        self.exact_page = exact_page
         self.k, self.v = (torch.zeros(batch, HEADS, 0, DIM, dtype=dtype) for _ in range(2))
         self.tables = tables
 
@@ -61,6 +62,8 @@ class Plain:
     def update(self, k, v):
         """Returns what attention sees: pages complete before the call decoded, the rest exactly."""
         first = self.length
+        if not self.exact_page:
+            k, v = through(k, v, self.tables)
         self.k, self.v = torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)
         seen = self.k.clone(), self.v.clone()
         for page in range(first // PAGE, self.length // PAGE):
@@ -85,14 +88,20 @@ class Operations(RuleBasedStateMachine):
     SLOTS = 330
     steps = 0
 
-    @initialize(seed=st.integers(0, 2**31), batch=st.integers(1, 3), half=st.booleans(), tables=st.booleans())
-    def start(self, seed, batch, half, tables):
+    @initialize(
+        seed=st.integers(0, 2**31),
+        batch=st.integers(1, 3),
+        half=st.booleans(),
+        tables=st.booleans(),
+        exact=st.booleans(),
+    )
+    def start(self, seed, batch, half, tables, exact):
         torch.manual_seed(seed)
         self.dtype = torch.bfloat16 if half else torch.float32
         given = (torch.randn(HEADS, DIM), torch.rand(HEADS, DIM) + 0.5) if tables else None
-        self.layer = layer(batch, self.SLOTS, self.dtype, given)
+        self.layer = layer(batch, self.SLOTS, self.dtype, given, exact)
         self.tables = given or formats.kv_tables(HEADS, DIM)
-        self.plain = Plain(batch, self.tables, self.dtype)
+        self.plain = Plain(batch, self.tables, self.dtype, exact)
 
     @property
     def batch(self):

@@ -139,6 +139,7 @@ def samples():
     page = (torch.randn(2, 2, 64, 16), torch.randn(2, 2, 64, 16))
     yield "kv_extend_", (k, v, *page, *store, *tables, position)
     yield "kv_update", (k, v, *page, *store, *tables, position, 70)
+    yield "kv_round", (k, v, *tables)
     yield "kv_dequantize", (store[0], store[1], *tables, 1)
     yield "kv_dequantize", (store[2], store[3], None, None, 2)
 
