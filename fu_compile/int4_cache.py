@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 
@@ -228,13 +229,18 @@ class Int4Layer(StaticLayer):
 
     def _mismatch(self, k: Tensor, v: Tensor) -> tuple[str, Any, Any] | None:
         """(what, the cache's, this call's) of the first thing that does not fit. Dynamo traces this."""
+        # A symbolic size becomes the number that it is in this call: the call is refused anyway.
         if k.shape[2] > self.max_cache_len:
-            return "slots", self.max_cache_len, k.shape[2]
-        for what, a, b in (
+            return "slots", guard_scalar(self.max_cache_len), guard_scalar(k.shape[2])
+        for what, size, here in (
             ("batch size", self.batch_size, k.shape[0]),
             ("key/value heads", self.num_heads, k.shape[1]),
             ("head_dim", self.k_head_dim, k.shape[3]),
             ("head_dim of the values", self.v_head_dim, v.shape[3]),
+        ):
+            if size != here:
+                return what, guard_scalar(size), guard_scalar(here)
+        for what, a, b in (
             ("dtype", self.dtype, k.dtype),
             ("dtype of the values", self.dtype, v.dtype),
             ("device", self.key_rows.device, k.device),
