@@ -30,6 +30,7 @@ REWRITE = (
     "fuse_prologue",
     "redirect_kv",
     "int4_cache",
+    "positions",
     "fuse_epilogue",
     "choose_precision",
     "fold_gain",

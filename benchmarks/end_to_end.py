@@ -1,0 +1,331 @@
+"""A whole Llama-3.1-8B on one GPU beside compiled transformers: decode steps in a CUDA graph, prefill, error.
+
+    python benchmarks/end_to_end.py
+    python benchmarks/end_to_end.py --layers 2 --no-peer --seconds 0.1      # a quick look
+
+Random bfloat16 weights of the real shapes, made on the device; a StaticCache with ``--context`` random tokens. A step:
+logits of one token per sequence, argmax, the next token's id, all in one CUDA graph (ours, and transformers compiled
+with mode="reduce-overhead", which makes its own). Cases run interleaved (A B A B), each for ``--seconds`` in all; ms:
+the median over rounds. The counters are set back between rounds, so the context grows by less than 10 %.
+
+floor: bytes that a step must read (packed weights, head, pages, exact rows) over the copy bandwidth of the same run.
+error: relative difference of the logits from those of the reference lowering, from the same cache.
+host: microseconds that the CPU needs per step without a graph.
+Writes benchmarks/results/end_to_end-<date>-<commit>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from decode_linears import Card, copy_bandwidth
+from fu_compile.lowerings.dense import forget
+from overhead import LLAMA_8B, ROOT, commit, machine
+
+import fu_compile
+from fu_compile import lowerings
+from fu_compile.models import cache_kwarg
+from fu_compile.report import record_of
+
+STEPS = 64
+"""Steps between two settings of the counters."""
+
+
+class Decode:
+    """One way to run decode steps: a forward, its own cache and its own token ids."""
+
+    def __init__(self, forward: Callable[..., Any], model: Any, batch: int, context: int) -> None:
+        from transformers import StaticCache
+
+        config, self.kwarg = model.config, cache_kwarg(model)
+        self.forward, self.context = forward, context
+        self.cache = StaticCache(config=config, max_cache_len=context + 2 * STEPS)
+        heads = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+        self.cache.early_initialization(batch, *heads, torch.bfloat16, torch.device("cuda"))
+        torch.manual_seed(7)  # every way reads the same tokens
+        for layer in self.cache.layers:
+            layer.keys.normal_(), layer.values.normal_()
+        self.ids = torch.randint(0, config.vocab_size, (batch, 1), device="cuda")
+        self.start = self.ids.clone()
+        self.keep: list[Any] = []  # what a captured graph reads and does not own
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def back(self) -> None:
+        """The counters and the token as they were at first."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.context)
+        self.ids.copy_(self.start)
+
+    def logits(self) -> Tensor:
+        """[B, vocabulary] of the next step; the cache grows by it."""
+        torch.compiler.cudagraph_mark_step_begin()
+        return self.forward(input_ids=self.ids, use_cache=True, **{self.kwarg: self.cache}).logits[:, -1]
+
+    def step(self) -> None:
+        """One step without a graph of ours."""
+        self.ids.copy_(self.logits().argmax(-1, keepdim=True))
+
+    def capture(self) -> None:
+        """One step as a CUDA graph."""
+        self.back()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.step()
+            self.step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.back()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.step()
+
+    def run(self) -> None:
+        """One step, as a graph where there is one."""
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.step()
+
+    def ms(self, seconds: float) -> float:
+        """Milliseconds per step over that long."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        total, count = 0.0, 0
+        while total < seconds * 1e3:
+            self.back()
+            self.run()
+            torch.cuda.synchronize()
+            start.record()
+            for _ in range(STEPS - 2):
+                self.run()
+            end.record()
+            end.synchronize()
+            total += start.elapsed_time(end)
+            count += STEPS - 2
+        return total / count
+
+    def host_us(self) -> float:
+        """Microseconds of the CPU per step without a graph; few at a time, so that the queue never fills."""
+        found = []
+        for _ in range(8):
+            self.back()
+            self.step()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(3):
+                self.step()
+            found.append((time.perf_counter() - start) / 3e-6)
+            torch.cuda.synchronize()
+        return statistics.median(found)
+
+    def kernels(self) -> list[tuple[str, int, float]]:
+        """(name, launches, microseconds) of one step, most time first."""
+        from torch.profiler import ProfilerActivity, profile
+
+        self.back()
+        self.run()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as p:
+            self.run()
+            torch.cuda.synchronize()
+        count: Counter[str] = Counter()
+        us: dict[str, float] = defaultdict(float)
+        for e in p.events():
+            if e.device_type == torch.autograd.DeviceType.CUDA:
+                count[e.name] += 1
+                us[e.name] += e.time_range.elapsed_us()
+        return [(name, count[name], us[name]) for name in sorted(us, key=lambda n: -us[n])]
+
+
+def floor_bytes(model: torch.nn.Module, config: Any, batch: int, context: int, head: str) -> int:
+    """What a decode step of ours must read."""
+    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    dim = hidden // config.num_attention_heads
+    kv = config.num_key_value_heads
+    rows = (config.num_attention_heads + 2 * kv) * dim
+    weights = layers * (rows * hidden + hidden * hidden + 3 * inner * hidden)
+    packed = lambda n: n * 1072 // 2048  # noqa: E731  a tile of 2048 weights
+    vocabulary = config.vocab_size * hidden
+    pages, exact = context // 64 * 64, context % 64
+    cache = batch * layers * kv * (pages * (dim + 4) + exact * dim * 4)
+    return packed(weights) + (packed(vocabulary) if head == "int4" else 2 * vocabulary) + cache
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+def prefill_ms(run: Callable[[], Any], seconds: float) -> float:
+    run()
+    torch.cuda.synchronize()
+    found = []
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    while sum(found) < seconds * 1e3 or len(found) < 3:
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end))
+    return statistics.median(found)
+
+
+@torch.no_grad()
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything; prints as it goes."""
+    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+    clock = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"[{time.perf_counter() - clock:6.1f} s] {what}", flush=True)
+
+    config = LlamaConfig(**LLAMA_8B, num_hidden_layers=args.layers)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    torch.set_default_dtype(torch.float32)
+    card, copy = Card(), copy_bandwidth()
+    say(f"model on the device; copy {copy:.0f} GB/s")
+    out: dict[str, Any] = {"copy GB/s": copy, "batch": args.batch, "context": args.context, "layers": args.layers}
+    out["rows"] = []
+    ways: dict[str, Decode] = {}
+    eager = Decode(model.forward, model, args.batch, args.context)
+    eager.back()
+    plain = eager.logits().clone()
+    for head in args.heads:
+        fu_compile.compile(model, lm_head=head)
+        way = Decode(model, model, args.batch, args.context)
+        name = f"ours, head {head}"
+        way.back()
+        logits = way.logits().clone()
+        torch.cuda.synchronize()
+        way.keep = list(record_of(model).alive)
+        say(f"{name}: first step")
+        way.back()
+        again = way.logits().clone()
+        row: dict[str, Any] = {"case": name, "repeat identical": bool(torch.equal(again, logits))}
+        row["host us"] = way.host_us()
+        way.capture()
+        way.back()
+        with torch.no_grad():
+            way.run()
+        torch.cuda.synchronize()
+        say(f"{name}: captured")
+        captured = int(way.ids[0]) == int(logits[0].argmax())
+        if not args.no_error:
+            way.back()
+            with lowerings.using("reference"):
+                reference = way.logits().clone()
+            row["error"] = relative(logits, reference)
+            row["same argmax"] = bool((logits.argmax(-1) == reference.argmax(-1)).all())
+            row["quantisation error"] = relative(reference, plain)
+            _free_dense(model)
+            say(f"{name}: error {row['error']:.2e}, quantisation {row['quantisation error']:.2e}")
+        kernels = way.kernels()
+        row |= {"replay gives the same token": captured, "launches": sum(k[1] for k in kernels)}
+        row["kernels"] = [f"{n} x {c}: {us:.0f} us" for n, c, us in kernels[:14]]
+        for line in row["kernels"]:
+            print("   ", line[:150], flush=True)
+        row["bytes"] = floor_bytes(model, config, args.batch, args.context, head)
+        row["report"] = {n: v for g in fu_compile.report(model).graphs for n, v in g.lowerings.items()}
+        out["rows"].append(row)
+        ways[name] = way
+    if not args.no_peer:
+        compiled = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
+        peer = Decode(compiled, model, args.batch, args.context)
+        peer.back()
+        for _ in range(4):
+            peer.step()
+        torch.cuda.synchronize()
+        ways["transformers, reduce-overhead"] = peer
+        out["rows"].append({"case": "transformers, reduce-overhead"})
+        say("peer compiled")
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(args.rounds):
+        for name, way in ways.items():
+            times[name].append(way.ms(args.seconds / args.rounds))
+    for row in out["rows"]:
+        ms = statistics.median(times[row["case"]])
+        row |= {"ms": ms, "tokens/s": args.batch * 1e3 / ms}
+        if "bytes" in row:
+            row["of floor"] = row["bytes"] / copy / 1e6 / ms
+            row["card"] = card.read(ways[row["case"]].graph)
+    base = next((r["ms"] for r in out["rows"] if r["case"].startswith("transformers")), None)
+    for row in out["rows"]:
+        if base is not None:
+            row["x transformers"] = base / row["ms"]
+        shown = {k: v for k, v in row.items() if k not in ("kernels", "report", "bytes")}
+        print(json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in shown.items()}), flush=True)
+    ways.clear()
+    if not args.no_prefill:
+        ids = torch.randint(0, config.vocab_size, (1, args.prompt), device="cuda")
+        out["prefill"] = []
+        kwarg = cache_kwarg(model)
+        fu_compile.compile(model)
+        forwards: dict[str, Any] = {"ours": model}
+        if not args.no_peer:
+            forwards["transformers, compiled"] = torch.compile(model.forward, dynamic=False)
+        for name, forward in forwards.items():
+            cache = StaticCache(config=config, max_cache_len=args.prompt + 64)
+
+            def run(forward=forward, cache=cache) -> None:
+                cache.reset()
+                forward(input_ids=ids, use_cache=True, logits_to_keep=1, **{kwarg: cache})
+
+            run()
+            ms = prefill_ms(run, args.seconds)
+            out["prefill"].append({"case": name, "tokens": args.prompt, "ms": ms})
+            say(f"prefill of {args.prompt} tokens, {name}: {ms:.1f} ms")
+    return out
+
+
+def _free_dense(model: torch.nn.Module) -> None:
+    """Frees the float32 weights that the reference lowering made."""
+    for graph in record_of(model).alive:
+        for binding in graph._bindings.values():
+            for t in binding.constants:
+                forget(t)
+    torch.cuda.empty_cache()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=1024, help="tokens in the cache")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prefill")
+    parser.add_argument("--heads", nargs="*", default=["model", "int4"], help="values of the option lm_head")
+    parser.add_argument("--seconds", type=float, default=0.6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
+    parser.add_argument("--no-prefill", action="store_true")
+    parser.add_argument("--no-error", action="store_true", help="leave the reference lowering out")
+    parser.add_argument("--commit", default=None, help="what was measured, where there is no git")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the JSON file")
+    args = parser.parse_args(argv)
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    version = args.commit or commit()
+    result = {"date": date, "commit": version, "gpu": torch.cuda.get_device_name()} | machine() | measure(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"end_to_end-{date}-{version}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
