@@ -117,6 +117,7 @@ _OPERATORS: dict[str, tuple[tuple[str, str], ...]] = {
     "kv_append_": (("cache", "int4"),),
     "kv_extend_": (("cache", "int4"),),
     "kv_update": (("cache", "int4"),),
+    "kv_round": (("cache", "int4"),),
     "kv_dequantize": (("cache", "int4"),),
 }
 """Operator -> the pieces it runs and their format; an empty format means: as the projection beside it."""

@@ -84,7 +84,7 @@ p { margin: .3rem 0; } .dim { color: var(--dim); } .bad { color: var(--bad); fon
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: .3rem 0 .6rem; }
 th, td { text-align: left; vertical-align: top; padding: .15rem .6rem; border-bottom: 1px solid var(--line); }
-td { overflow-wrap: anywhere; } td:first-child { min-width: 6.5rem; }
+td { overflow-wrap: break-word; } td:first-child { min-width: 6.5rem; }
 td.number { text-align: right; white-space: nowrap; }
 .key span { color: #fff; padding: .05rem .5rem; margin-right: .35rem; border-radius: .2rem; white-space: nowrap; }
 .key em { display: inline-block; font-style: normal; margin-right: 1.1rem; }
@@ -104,7 +104,7 @@ td.number { text-align: right; white-space: nowrap; }
 [popover] li { margin: .25rem 0; overflow-wrap: anywhere; }
 .bar { display: flex; height: 1.4rem; margin: .4rem 0; border-radius: .2rem; overflow: hidden; }
 .bar i { display: block; height: 100%; min-width: 2px; }
-summary { cursor: pointer; margin: .5rem 0; font-weight: 500; }
+summary { cursor: pointer; margin: .25rem 0; font-weight: 500; }
 details > :not(summary) { margin-left: 1rem; }
 """ + "\n".join(
     f".map button.{name}, .key .{name} {{ background-color: {colour}; }}" for name, colour in COLOURS.items()

@@ -16,6 +16,7 @@ import dataclasses
 import math
 import operator
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ class Source:
     model: str
     """Class name of the model."""
     options: dict[str, Any]
-    """What differs from the defaults."""
+    """All of them, so that the environment does not change what the script does."""
     device: str
     sizes: dict[str, int]
     """Symbolic size -> its value in the first call."""
@@ -71,15 +72,13 @@ def write_down(captured: Captured, model: str, options: Options) -> Source:
     sizes: dict[str, int] = {}
     inputs = [_input(i.kind, i.path, v, sizes) for i, v in zip(captured.inputs, values, strict=True)]
     device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
-    changed = {
-        f.name: getattr(options, f.name) for f in dataclasses.fields(options) if getattr(options, f.name) != f.default
-    }
+    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
     refused, lines = "", []
     try:
         lines = _lines(captured.gm, device)
     except TypeError as error:
         refused = str(error)
-    return Source(model, changed, str(device), sizes, inputs, lines, [n.name for n in placeholders], refused)
+    return Source(model, given, str(device), sizes, inputs, lines, [n.name for n in placeholders], refused)
 
 
 def _input(kind: str, path: str, value: Any, sizes: dict[str, int]) -> Input:
@@ -170,7 +169,7 @@ _SCRIPT = '''"""{title}
 
 Run:  python {name}
 It prints, for every result and every cache that the graph writes, the error of FuTransformer's graph against the graph
-below, which is what Dynamo captured (torch {torch}). OPTIONS can be edited: {{"mode": "exact"}} quantises nothing.
+below, which is what Dynamo captured (torch {torch}). OPTIONS = {{"mode": "exact"}} quantises nothing.
 Weights and inputs are random; see fu_compile/repro.py.
 """
 
@@ -189,7 +188,9 @@ INPUTS = [
 ]
 
 
-def graph({names}):
+def graph(
+{names},
+):
     {body}
 
 
@@ -229,7 +230,7 @@ def script(graph: GraphReport, name: str = "graph.py") -> str:
         device=device,
         sizes=repr(source.sizes),
         inputs="\n".join(rows),
-        names=", ".join(source.names),
+        names=textwrap.fill(", ".join(source.names), 116, initial_indent=" " * 4, subsequent_indent=" " * 4),
         body="\n    ".join(source.lines),
         model=source.model,
     )
@@ -255,11 +256,8 @@ def at(layer: str, where: str) -> None:
     meta = torch.fx.traceback.get_current_meta()
     meta.pop("nn_module_stack", None)
     if layer:
-        meta["nn_module_stack"] = {layer: (layer, _model)}
+        meta["nn_module_stack"] = {layer: (layer, "module")}
     meta["stack_trace"] = f'  File "{path}", line {line}, in forward' if where else ""
-
-
-_model = "model"
 
 
 def constant(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -280,7 +278,7 @@ def run(
 
     Args:
         graph: a function of as many arguments as there are ``inputs``; returns a tuple.
-        options: of the backend, as for ``fu_compile.compile``.
+        options: of the backend, as for ``torch.compile(options=...)``; the environment counts for what is left out.
         sizes: symbolic size -> value.
         seed: of the data.
 
@@ -294,12 +292,11 @@ def run(
     from .options import Options
     from .report import ModelReport, record_of
 
-    mode = dict(options).pop("mode", None)
-    chosen = Options.resolve(mode, {k: v for k, v in options.items() if k != "mode"})
+    chosen = Options.resolve(options=options)
     real = data(inputs, sizes, device, seed)
-    gm = _traced(graph, inputs, sizes, device, model)
-    ours, plain = ([v.clone() if isinstance(v, Tensor) and i.kind != "parameter" else v
-                    for i, v in zip(inputs, real, strict=True)] for _ in range(2))  # fmt: skip
+    gm = _traced(graph, inputs, sizes, device)
+    # Only caches are written to. (A clone of an expanded mask would have other strides than the graph was made for.)
+    ours, plain = ([v.clone() if i.kind == "cache" else v for i, v in zip(inputs, real, strict=True)] for _ in range(2))
     with torch.no_grad():
         compiled = compile_graph(gm, ours, chosen)
         found = compiled(*ours)
@@ -338,7 +335,7 @@ def error(found: Tensor, want: Tensor) -> tuple[float, float]:
 
 
 def _traced(
-    graph: Callable[..., Any], inputs: Sequence[Input], sizes: Mapping[str, int], device: torch.device, model: str
+    graph: Callable[..., Any], inputs: Sequence[Input], sizes: Mapping[str, int], device: torch.device
 ) -> fx.GraphModule:
     """The graph of the text, with the origin of every input and node where Dynamo would have put it."""
     from torch._dynamo.source import ConstantSource
@@ -346,8 +343,6 @@ def _traced(
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-    global _model
-    _model = model
     shapes = ShapeEnv()
     symbols: dict[str, Any] = {}
     for name, value in sizes.items():
@@ -436,7 +431,8 @@ def _dense_like(value: Tensor, t: Tensor) -> Tensor:
 def _start(inputs: Sequence[Input], shapes: Sequence[tuple[int, ...]], tokens: int) -> int:
     """Tokens in the cache before the call."""
     found = {i.path.rpartition(".")[2]: s for i, s in zip(inputs, shapes, strict=True) if i.kind == "cache"}
-    slots = [s[2] * (64 if "codes" in name else 1) for name, s in found.items() if name in _SLOTS]
+    # Of an Int4Cache only the number of pages is known: the last one may be cut short.
+    slots = [(s[2] - 1) * 64 + 1 if "codes" in name else s[2] for name, s in found.items() if name in _SLOTS]
     if not slots:
         return 0
     if "cumulative_length" not in found:
