@@ -390,9 +390,8 @@ def _growing_cache(records: list[ModelReport]) -> Iterator[Check]:
     graphs = [graph for record in records for graph in record.graphs if graph.operators()["kv_cat"]]
     calls = sum(graph.calls for graph in graphs if graph.phase == "decode")
     if calls:
-        value = (
-            f"{calls} decode steps copied a DynamicCache that grows with every token, and kept it in 16 bits or more"
-        )
+        steps = "1 decode step" if calls == 1 else f"{calls} decode steps"
+        value = f"{steps} copied a DynamicCache, which grows with every token and is never INT4"
         yield Check("cache", value, "warning", 'model.generate(..., cache_implementation="static")')
 
 

@@ -233,6 +233,14 @@ def test_the_report_page_lists_every_finding_store_and_counter():
         assert f"`{name}`" in text, name
 
 
+def test_the_options_page_lists_every_variable():
+    from fu_compile.options import OTHER_VARIABLES
+
+    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    for name in OTHER_VARIABLES:
+        assert f"| `{name}` |" in text, name
+
+
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
