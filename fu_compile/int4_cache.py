@@ -425,7 +425,7 @@ class Int4Cache(Cache):
         offloading: keep layers on the CPU while other layers run, as transformers' caches do.
 
     Raises:
-        CacheMismatchError: a layer type that keeps no keys and values, or tables of another model.
+        CacheMismatchError: a layer type that keeps no keys and values, tables of another model, or offloading on a CPU.
         HeadDimError: an odd head_dim. CacheLengthError: max_cache_len or batch_size is not positive.
     """
 
@@ -453,6 +453,12 @@ class Int4Cache(Cache):
             raise HeadDimError(f"head_dim is {head_dim}: the rotated cache needs an even one", where="Int4Cache")
         dtype = dtype or getattr(text, "dtype", None) or torch.get_default_dtype()
         place = torch.empty(0, device=device).device
+        if offloading and place.type == "cpu":
+            raise CacheMismatchError(
+                "offloading moves layers to the CPU, and this cache is there already",
+                where="Int4Cache",
+                advice="Leave offloading out, or give the device on which the model runs.",
+            )
         if tables is None and model is not None:
             tables = tables_of(model, heads, head_dim)
         if tables is not None and len(tables.means) != len(types):

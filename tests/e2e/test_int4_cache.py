@@ -293,6 +293,7 @@ def tiny(**changes):
         ({"max_cache_len": 0}, CacheLengthError, "max_cache_len"),
         ({"max_cache_len": 64, "batch_size": 0}, CacheLengthError, "batch_size"),
         ({"max_cache_len": 64.0}, CacheLengthError, "64.0"),
+        ({"max_cache_len": 64, "offloading": True}, CacheMismatchError, "there already"),
         ({"max_cache_len": 64, "tables": KeyTables((torch.zeros(HEADS, DIM),), (torch.ones(HEADS, DIM),))},
          CacheMismatchError, "tables for 1 layers"),
         ({"max_cache_len": 64, "tables": KeyTables((torch.zeros(1, DIM),) * 2, (torch.ones(1, DIM),) * 2)},
@@ -500,6 +501,35 @@ def test_generate_and_beams(model):
             # Fewer than 64 tokens: everything is in the exact page, so the texts are equal.
             assert torch.equal(plain, model.generate(ids, num_beams=beams, **{name: cache}, **settings))
             assert int(cache.get_seq_length()) == 31
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_every_decoding_mode(model, compile_it):
+    """Beams, samples, lookup, assistants (which crop) and chunks, as with transformers' own cache."""
+    served = copy.deepcopy(model)
+    if compile_it:
+        fu_compile.compile(served, mode="exact", rest="eager")
+    other = copy.deepcopy(model)
+    other.model.layers[1].mlp.down_proj.weight.mul_(0.5)
+    ids = torch.randint(1, 211, (2, 15), generator=torch.Generator().manual_seed(2))
+    cases = [
+        (8, {"num_beams": 4, "num_return_sequences": 2, "do_sample": False}),
+        (1, {"assistant_model": other, "do_sample": False}),
+        (2, {"do_sample": True, "top_k": 5}),
+        (6, {"do_sample": True, "num_return_sequences": 3}),
+        (1, {"prompt_lookup_num_tokens": 3, "do_sample": False}),
+        (2, {"prefill_chunk_size": 4, "do_sample": False}),
+    ]
+    for rows, ask in cases[:2] if compile_it else cases:
+        prompt = ids[: min(rows, 2)]
+        given = {"max_new_tokens": 10, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt), **ask}
+        torch.manual_seed(0)
+        want = model.generate(prompt, **given)
+        torch.manual_seed(0)
+        cache = Int4Cache(model.config, 64, batch_size=rows)
+        # Fewer than 64 tokens: everything is in the exact page, so the texts are equal.
+        assert torch.equal(want, served.generate(prompt, **{cache_kwarg(model): cache}, **given)), ask
+        assert int(cache.get_seq_length()) == want.shape[1] - 1
 
 
 def test_inference_mode_and_back(model):
