@@ -7,9 +7,12 @@ Before -> after, for each layer of a decode graph with one token::
     y = attention_int4(.., p, ..)             y = attention_int4(.., p, ..)
                                               _foreach_add_([length, ..., length of the last layer], 1)
 
-An INT4 decode step is five kernels a layer; two more for a counter, between two that would otherwise overlap, cost what
-attention costs. Preconditions: nothing but the additions reads or writes the length after ``add_``, which then is as
-good at the end of the graph; ``arange(1)`` is zero. Numerics: exact, integers.
+and ``mask = le(arange(L), p)`` becomes none where attention_int4 is the reader: it sees no slot behind its position
+anyway. An INT4 decode step is five kernels a layer; more of them for a counter or a mask (Inductor makes one for each
+reader), between two that would otherwise overlap, cost what attention costs. Preconditions: nothing but the additions
+reads or writes the length after ``add_``, which then is as good at the end of the graph; ``arange(1)`` is zero; the
+counter behind the mask, which transformers takes from the first layer, is one that this graph advances like the
+reader's own (the counters of one cache are equal). Numerics: exact, integers.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..capture import same
 from . import Context
+from .linears import is_op
 from .matching import insert_call
 
 aten = torch.ops.aten
@@ -51,6 +56,12 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
             position.replace_all_uses_with(view)
             gm.graph.erase_node(position)
         steps.setdefault(write.args[1], []).append(write)
+    counters = {w.args[0] for writes in steps.values() for w in writes} if len(steps) == 1 else set()
+    for node in [n for n in gm.graph.nodes if is_op(n, "attention_int4")]:
+        position, mask = node.args[14:16]
+        if isinstance(mask, fx.Node) and _counter(position) in counters and _only_causal(mask, counters):
+            node.update_arg(15, None)
+            ctx.fired(NAME, node, "the mask hides only what is behind the position")
     end = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
     for amount, writes in steps.items():
         if len(writes) > 1:
@@ -79,4 +90,33 @@ def _is_position(node: fx.Node, length: fx.Node) -> bool:
         and other.args == (1,)
         and node.meta["val"].dtype == torch.int64
         and node.meta["val"].shape == (1,)
+    )
+
+
+def _counter(position: fx.Node) -> Any:
+    """The counter that a position of :func:`run` is a view of, or none."""
+    return position.args[0] if position.target is aten.view.default and position.args[1] == [1] else None
+
+
+def _inside(node: Any) -> Any:
+    """What a chain of new or expanded dimensions shows."""
+    while isinstance(node, fx.Node) and node.target in (aten.unsqueeze.default, aten.expand.default):
+        node = node.args[0]
+    return node
+
+
+def _only_causal(mask: fx.Node, counters: set[Any]) -> bool:
+    """Whether ``mask`` is ``slot <= position`` for [1 or B, 1, 1, L] slots and one of these counters."""
+    mask = _inside(mask)
+    if mask.target is not aten.le.Tensor:
+        return False
+    slots, position = map(_inside, mask.args)
+    return (
+        isinstance(slots, fx.Node)
+        and slots.target is aten.arange.default
+        and len(slots.args) == 1
+        and mask.meta["val"].dim() == 4
+        and same(slots.args[0], mask.meta["val"].shape[3])
+        and isinstance(position, fx.Node)
+        and _counter(position) in counters
     )
