@@ -610,12 +610,12 @@ def memory_of(captured: Captured, ctx: Context) -> dict[str, dict[str, int]]:
         elif i.kind == "cache" and (number := re.search(r"\blayers\.(\d+)\.", i.path)):
             add(layers.get(number[1], ""), own, values.get(i.name))
     for name in ctx.extra:  # what the passes added: packed_<projection>_<tensor>, kv_<layer>_<tensor>
-        what, index, _ = name.split("_")
-        if what == "packed":
-            spec = ctx.data["pack_weights"][int(index)]
-            add(spec.name, spec.precision, values[name])
-        else:
-            add(ctx.data["redirect_kv"][int(index)].layer, "kv_int4", values[name])
+        if added := re.match(r"(packed|kv)_(\d+)_\d+", name):
+            spec = ctx.data["pack_weights" if added[1] == "packed" else "redirect_kv"][int(added[2])]
+            if added[1] == "packed":
+                add(spec.name, spec.precision, values.get(name))
+            else:
+                add(spec.layer, "kv_int4", values.get(name))
     for node in nodes:
         if str(node.target) == "futransformer.kv_store.default":  # a cache that the graph makes itself
             keys = node.args[0].meta["val"]
@@ -884,6 +884,11 @@ def _model_text(model: ModelReport) -> Iterator[RenderableType]:
     yield from _memory_text(model)
     if model.graphs:
         yield table("times", *times(model.graphs))
+        for graph in model.graphs:
+            passes = sorted(((n, v) for n, v in graph.seconds.items() if n not in STEPS), key=lambda entry: -entry[1])
+            if passes:
+                named = ", ".join(f"{name} {human_seconds(value)}" for name, value in passes)
+                yield f"passes of graph {graph.index}: {named}"
         yield ""
     counts = [(name, value) for name, value in model.counted().items() if value and not name.startswith("bytes_")]
     sizes = [

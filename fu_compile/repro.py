@@ -69,16 +69,16 @@ def write_down(captured: Captured, model: str, options: Options) -> Source:
     """The source of a captured graph. Call it before the passes change the graph."""
     placeholders = [n for n in captured.gm.graph.nodes if n.op == "placeholder"]
     values = [n.meta.get("val") for n in placeholders]
-    sizes: dict[str, int] = {}
-    inputs = [_input(i.kind, i.path, v, sizes) for i, v in zip(captured.inputs, values, strict=True)]
     device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
-    refused, lines = "", []
+    source = Source(model, given, str(device), {}, [], [], [n.name for n in placeholders])
     try:
-        lines = _lines(captured.gm, device)
-    except TypeError as error:
-        refused = str(error)
-    return Source(model, given, str(device), sizes, inputs, lines, [n.name for n in placeholders], refused)
+        for i, v in zip(captured.inputs, values, strict=True):
+            source.inputs.append(_input(i.kind, i.path, v, source.sizes))
+        source.lines.extend(_lines(captured.gm, device))
+    except (TypeError, AttributeError) as error:  # a report must never keep a graph from being compiled
+        return dataclasses.replace(source, refused=str(error), inputs=[], lines=[])
+    return source
 
 
 def _input(kind: str, path: str, value: Any, sizes: dict[str, int]) -> Input:
@@ -89,8 +89,10 @@ def _input(kind: str, path: str, value: Any, sizes: dict[str, int]) -> Input:
 
 
 def _size(n: Any, sizes: dict[str, int]) -> int | str:
-    if not isinstance(n, torch.SymInt):
+    if isinstance(n, int):
         return int(n)
+    if not isinstance(n, torch.SymInt):
+        raise TypeError(f"an input of type {type(n).__name__} has no form as text")
     for symbol in n.node.expr.free_symbols:
         # A size that depends on data has no value in the first call.
         sizes.setdefault(str(symbol), int(n.node.shape_env.backed_var_to_val.get(symbol, 2)))
@@ -129,11 +131,11 @@ def _call(gm: fx.GraphModule, node: fx.Node, device: torch.device) -> str:
         if not isinstance(found, Tensor) or found.numel() > 64:
             raise TypeError(f"{node.target} is {type(found).__name__}, which has no form as text")
         # A constant of the graph; `clone` as in the graph, where lift_fresh_copy follows.
-        return f"constant({found.tolist()!r}, {found.dtype}, {_text(found.device, device)})"
+        return f"constant({_text(found.tolist(), device)}, {found.dtype}, {_text(found.device, device)})"
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         name = f"torch.ops.{target}"
-    elif getattr(target, "__module__", "").partition(".")[0] in ("_operator", "operator", "math", "torch"):
+    elif str(getattr(target, "__module__", "")).partition(".")[0] in ("_operator", "operator", "math", "torch"):
         module = target.__module__.replace("_operator", "operator")
         name = f"{module}.{target.__qualname__}"
     else:
@@ -371,7 +373,7 @@ def _value(n: int | str, names: Mapping[str, Any]) -> Any:
     """A size: a number, or an expression over symbolic sizes as sympy prints it."""
     if isinstance(n, int):
         return n
-    return eval(n, {"__builtins__": {}}, dict(names))
+    return eval(n, {"__builtins__": {}, "Max": torch.sym_max, "Min": torch.sym_min}, dict(names))
 
 
 def _dynamo_name(i: Input) -> str:
