@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# `report` and `doctor` are modules that can be called: the module and its main function bear one name, and whichever
-# import came first, `fu_compile.report(model)` and `from fu_compile.report import Report` both work.
+# `report`, `doctor` and `generate` are modules that can be called: the module and its main function bear one name, and
+# whichever import came first, `fu_compile.report(model)` and `from fu_compile.report import Report` both work.
 _PUBLIC: dict[str, tuple[str, str | None]] = {
     "FuError": ("errors", "FuError"),
     "FuWarning": ("errors", "FuWarning"),
@@ -44,7 +44,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "report": ("report", None),
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = [*_PUBLIC, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
