@@ -37,6 +37,7 @@ CODES: dict[str, str] = {
     "FU-LOW-001": "no lowering accepts an operator on this device, or the requested one does not",
     "FU-WCH-001": "weights changed after they were packed into something that still holds the old ones",
     "FU-DEP-001": "a package, compiler or driver that this call needs is missing or does not fit",
+    "FU-GEN-001": "`fu_compile.generate` was asked for something that it cannot do",
     "FU-DAT-001": "a model, download or data set cannot be had, or is not the one it should be",
 }
 """Every code and its meaning. A code is never reused for something else."""
@@ -179,6 +180,13 @@ class MissingDependencyError(FuError, ImportError):
 
     code = "FU-DEP-001"
     advice = "print(fu_compile.doctor()) says what is missing and how to get it."
+
+
+class GenerateError(FuError, ValueError):
+    """``fu_compile.generate`` was asked for something that it cannot do. Also a ``ValueError``."""
+
+    code = "FU-GEN-001"
+    advice = "docs/generate.md lists what it runs and what it leaves to transformers."
 
 
 class DataError(FuError):
