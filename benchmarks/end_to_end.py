@@ -183,8 +183,8 @@ def prefill_ms(run: Callable[[], Any], seconds: float) -> float:
 
 
 @torch.no_grad()
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything; prints as it goes."""
+def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
+    """Everything; prints as it goes and saves what there is."""
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
     clock = time.perf_counter()
@@ -270,6 +270,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             row["x transformers"] = base / row["ms"]
         shown = {k: v for k, v in row.items() if k not in ("kernels", "report", "bytes")}
         print(json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in shown.items()}), flush=True)
+    save(out)
     ways.clear()
     if not args.no_prefill:
         ids = torch.randint(0, config.vocab_size, (1, args.prompt), device="cuda")
@@ -290,7 +291,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             ms = prefill_ms(run, args.seconds)
             out["prefill"].append({"case": name, "tokens": args.prompt, "ms": ms})
             say(f"prefill of {args.prompt} tokens, {name}: {ms:.1f} ms")
-    return out
+            save(out)
 
 
 def _free_dense(model: torch.nn.Module) -> None:
@@ -320,10 +321,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     version = args.commit or commit()
-    result = {"date": date, "commit": version, "gpu": torch.cuda.get_device_name()} | machine() | measure(args)
-    args.out.mkdir(parents=True, exist_ok=True)
+    about = {"date": date, "commit": version, "gpu": torch.cuda.get_device_name()} | machine()
     path = args.out / f"end_to_end-{date}-{version}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    args.out.mkdir(parents=True, exist_ok=True)
+    measure(args, lambda found: path.write_text(json.dumps(about | found, indent=1) + "\n") and None)
     print(f"wrote {path}")
 
 

@@ -19,11 +19,13 @@ import torch
 from fu_compile.lowerings import (
     attention_int4_sm90,
     cpu_linear,
+    cublas_prefill,
     linear_fp8_sm90,
     linear_int4_sm90,
     reference_attention,
     reference_block,
     reference_linear,
+    rms_norm_sm90,
 )
 
 from fu_compile import ops
@@ -62,6 +64,7 @@ _CUDA: dict[str, Any] = {
     "linear_int4": linear_int4_sm90,
     "linear_fp8": linear_fp8_sm90,
     "attention_int4": attention_int4_sm90,
+    "rms_norm": rms_norm_sm90,
 }
 
 
@@ -70,6 +73,8 @@ def _candidates(name: str, reference: Callable[..., Any]) -> tuple[Lowering, ...
     found = []
     if name in _CUDA:
         found.append(Lowering("cuda", _CUDA[name].launch, ("cuda",), _CUDA[name].accepts))
+    if name in cublas_prefill.LAUNCH:
+        found.append(Lowering("cuda", cublas_prefill.LAUNCH[name], ("cuda",), cublas_prefill.ACCEPTS[name]))
     if name in cpu_linear.LAUNCH:
         found.append(Lowering("cpu", cpu_linear.LAUNCH[name], ("cpu",), cpu_linear.accepts))
     return (*found, Lowering("reference", reference))

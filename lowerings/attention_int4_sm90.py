@@ -7,7 +7,7 @@ that share it; the blocks of a cluster split the tokens. How many tokens there a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,36 +139,41 @@ def accepts(
     head_dim: int,
 ) -> str | None:
     """Why this call is not ours, or none."""
-    dtype = qkv.dtype
-    gains = [g for g in (q_norm, k_norm) if g is not None]
+    dtype, rotated = qkv.dtype, cos.shape[-1]
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"activations are {dtype}, not 16 bits"
+    if qkv.shape[1] != 1:
+        return f"{qkv.shape[1]} tokens of a sequence; this kernel decodes one"
+    if head_dim % 32 or head_dim > MAX_HEAD_DIM:
+        return f"head_dim {head_dim} is not a multiple of 32 up to {MAX_HEAD_DIM}"
+    if q_heads % kv_heads:
+        return f"{q_heads} query heads do not share {kv_heads} key/value heads evenly"
+    if cos.dim() != 3 or rotated % 2 or rotated > head_dim or cos.dtype not in (dtype, torch.float32):
+        return f"cos is {cos.dtype} {list(cos.shape)}"
+    if sin.dtype != cos.dtype or sin.shape[-1] != rotated:
+        return "cos and sin do not look alike"
+    if (q_norm is not None and q_norm.dtype != dtype) or (k_norm is not None and k_norm.dtype != dtype):
+        return "a norm per head has another dtype than the activations"
+    if keys.dtype != dtype or values.dtype != dtype:
+        return f"the cache is {keys.dtype}, the activations {dtype}"
     cache = (keys, values, k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
-    rotated = cos.shape[-1]
-    reasons: tuple[tuple[bool, Callable[[], str]], ...] = (
-        (dtype not in (torch.bfloat16, torch.float16), lambda: f"activations are {dtype}, not 16 bits"),
-        (qkv.shape[1] != 1, lambda: f"{qkv.shape[1]} tokens of a sequence; this kernel decodes one"),
-        (
-            head_dim % 32 != 0 or head_dim > MAX_HEAD_DIM,
-            lambda: f"head_dim {head_dim} is not a multiple of 32 up to {MAX_HEAD_DIM}",
-        ),
-        (q_heads % kv_heads != 0, lambda: f"{q_heads} query heads do not share {kv_heads} key/value heads evenly"),
-        (
-            cos.dim() != 3 or rotated % 2 != 0 or rotated > head_dim or cos.dtype not in (dtype, torch.float32),
-            lambda: f"cos is {cos.dtype} {list(cos.shape)}",
-        ),
-        (sin.dtype != cos.dtype or sin.shape[-1] != rotated, lambda: "cos and sin do not look alike"),
-        (any(g.dtype != dtype for g in gains), lambda: "a norm per head has another dtype than the activations"),
-        (keys.dtype != dtype or values.dtype != dtype, lambda: f"the cache is {keys.dtype}, the activations {dtype}"),
-        (not all(t.is_contiguous() for t in cache), lambda: "the cache or its store is not contiguous"),
-        (_mask_kind(mask, dtype) is None, lambda: f"a mask of dtype {mask.dtype}"),  # type: ignore[union-attr]
-        (
-            mask is not None and (mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != 1),
-            lambda: f"a mask {list(mask.shape)}; this kernel takes [1 or B, 1, 1, L]",  # type: ignore[union-attr]
-        ),
-        (position.dtype != torch.int64, lambda: f"positions are {position.dtype}"),
-        (common._capability(qkv.device.index or 0) != (9, 0), lambda: "written for Hopper (compute capability 9.0)"),
-        (common._jit_missing() is not None, lambda: str(common._jit_missing())),
-    )
-    return next((say() for wrong, say in reasons if wrong), None)
+    if not all(t.is_contiguous() for t in cache):
+        return "the cache or its store is not contiguous"
+    if mask is not None and _mask_kind(mask, dtype) is None:
+        return f"a mask of dtype {mask.dtype}"
+    if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != 1):
+        return f"a mask {list(mask.shape)}; this kernel takes [1 or B, 1, 1, L]"
+    if position.dtype != torch.int64:
+        return f"positions are {position.dtype}"
+    return _unavailable(qkv.device.index or 0)
+
+
+@functools.cache
+def _unavailable(device: int) -> str | None:
+    """Why no kernel of ours runs on this device, or none."""
+    if common._capability(device) != (9, 0):
+        return "written for Hopper (compute capability 9.0)"
+    return common._jit_missing()
 
 
 def _per_sequence(t: Tensor) -> tuple[Tensor, int]:

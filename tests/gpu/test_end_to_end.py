@@ -1,12 +1,21 @@
-"""A small model on the GPU: the backend runs, takes the CUDA lowerings, and agrees with the reference lowerings."""
+"""Models on the GPU: the backend takes the CUDA lowerings, agrees with the reference, and decodes in a CUDA graph.
+
+With ``FU_SMOLLM2`` set to a folder or GGUF file of SmolLM2-135M-Instruct its text is compared with the CPU's as well.
+"""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
-from models import config, model
+from fu_compile.lowerings import cublas_prefill, reference_attention, reference_block, reference_linear, rms_norm_sm90
+from models import cache_kwarg, config, model
 
 import fu_compile
+from fu_compile import formats
+from fu_compile.errors import CacheLengthError, CacheMismatchError, WeightsChangedError
+from fu_compile.models import load, static_cache
 
 pytestmark = pytest.mark.gpu
 
@@ -47,3 +56,151 @@ def test_generate(dtype, rest):
     error = (a - b)[steps].norm() / b[steps].norm()
     assert error < 0.05, float(error)
     assert same[:, :2].all()
+
+
+def filled(m, length=60, slots=140, batch=2):
+    """A cache with random tokens."""
+    torch.manual_seed(3)
+    cache = static_cache(m, slots, batch)
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+        layer.cumulative_length.fill_(length)
+    return cache
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rest", ["eager", "inductor"])
+def test_a_captured_step_is_the_step(rest):
+    """Over a page end, bit for bit; then calls without the graph go on where the replays ended."""
+    torch._dynamo.reset()
+    m = model(config("llama", **SHAPE), torch.bfloat16).to("cuda")
+    fu_compile.compile(m, rest=rest)
+    ids = torch.randint(3, 131, (80, 2, 1), device="cuda")
+    plain, replayed = filled(m), filled(m)
+    want = [m(input_ids=i, use_cache=True, **cache_kwarg(plain)).logits for i in ids[:70]]
+
+    now = ids[0].clone()
+    step = lambda: m(input_ids=now, use_cache=True, **cache_kwarg(replayed)).logits  # noqa: E731
+    fresh = filled(m)
+    with pytest.raises(CacheMismatchError, match="captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        m(input_ids=now, use_cache=True, **cache_kwarg(fresh))
+    torch.cuda.synchronize()
+    step()  # imports the cache; its row is written again by the first replay
+    for layer in replayed.layers:
+        layer.cumulative_length.fill_(60)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
+    for i, expected in zip(ids[:70], want, strict=True):
+        now.copy_(i)
+        graph.replay()
+        assert torch.equal(logits, expected)
+    for a, b in zip(plain.layers, replayed.layers, strict=True):
+        assert torch.equal(a.keys, b.keys)
+        assert torch.equal(a.values, b.values)
+        assert int(a.cumulative_length) == int(b.cumulative_length) == 130
+    for i in ids[70:]:
+        a, b = (m(input_ids=i, use_cache=True, **cache_kwarg(c)).logits for c in (plain, replayed))
+        assert torch.equal(a, b)
+    with pytest.raises(CacheLengthError, match="140"):  # the replays are counted
+        step()
+    keys = replayed.layers[0].keys.clone()
+    graph.replay()  # past the end: nothing is written, nothing looks right
+    assert logits.isnan().all()
+    assert torch.equal(replayed.layers[0].keys, keys)
+
+
+@torch.no_grad()
+def test_weights_are_not_packed_during_capture():
+    torch._dynamo.reset()
+    m = model(config("llama", **SHAPE), torch.bfloat16).to("cuda")
+    fu_compile.compile(m, rest="eager")
+    cache = filled(m)
+    now = torch.randint(3, 131, (2, 1), device="cuda")
+    m(input_ids=now, use_cache=True, **cache_kwarg(cache))
+    m.model.layers[0].mlp.up_proj.weight.mul_(2.0)
+    with pytest.raises(WeightsChangedError, match="captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        m(input_ids=now, use_cache=True, **cache_kwarg(cache))
+    torch.cuda.synchronize()
+    m(input_ids=now, use_cache=True, **cache_kwarg(cache))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("k", [512, 576, 4096, 8192, 14344])
+def test_rms_norm(dtype, k):
+    for rows in (1, 3, 64):
+        x = (torch.randn(rows, 1, k, device="cuda") * 3).to(dtype)
+        w = torch.rand(k, device="cuda").to(dtype) + 0.5
+        assert rms_norm_sm90.accepts(x, w, 1e-5) is None
+        y, want = rms_norm_sm90.launch(x, w, 1e-5), reference_block.rms_norm(x, w, 1e-5)
+        # Another order of summation may move a value across a rounding: by one, and then the gain's product by two.
+        torch.testing.assert_close(y, want, rtol=2 ** (-7 if dtype == torch.bfloat16 else -10), atol=0)
+        assert float((y != want).float().mean()) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("epilogue", ["", "bias", "residual", "swiglu"])
+def test_fp8_prefill(dtype, epilogue):
+    n, k = 512, 384
+    codes, scales = formats.quantize_fp8(torch.randn(n, k, device="cuda") / k**0.5)
+    bias = torch.randn(n, device="cuda").to(dtype) if epilogue == "bias" else None
+    for tokens in (1, 17, 300):
+        x = torch.randn(1, tokens, k, device="cuda").to(dtype)
+        residual = torch.randn(1, tokens, n, device="cuda").to(dtype) if epilogue == "residual" else None
+        states = [torch.zeros(formats.FP8_STATE, device="cuda") for _ in range(2)]
+        args = (bias, residual, 1e-5, 0.5, "rms", epilogue, "delayed")
+        assert cublas_prefill._accepts_linear(x, codes, scales, states[0], *args) is None
+        y = cublas_prefill.linear_fp8(x, codes, scales, states[0], *args)
+        want = reference_linear.linear_fp8(x, codes, scales, states[1], *args)
+        assert torch.equal(states[0], states[1])
+        # The tensor cores keep about 14 bits of each FP8 product sum.
+        assert float((y.float() - want.float()).norm() / want.float().norm()) < 4e-3
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
+def test_fresh_prefill_attention(heads):
+    q, k, v = (torch.randn(2, h, 150, 64, device="cuda", dtype=torch.bfloat16) for h in (*heads, heads[1]))
+    rest = (None,) * 9 + (None, 0.125, True)
+    assert cublas_prefill._accepts_attention(q, k, v, *rest) is None
+    y = cublas_prefill.attention_prefill(q, k, v, *rest)
+    want = reference_attention.attention_prefill(q, k, v, *rest)
+    # Weights in bfloat16 and one rounding of the output.
+    assert float((y.float() - want.float()).norm() / want.float().norm()) < 4e-3
+
+
+if os.environ.get("FU_SMOLLM2"):
+
+    @torch.no_grad()
+    def test_smollm2_says_the_same_as_on_the_cpu():
+        """Greedy text of real weights, up to ties: where it parts, the CPU's own logits are nearly equal."""
+        m, tokenizer = load(os.environ["FU_SMOLLM2"], torch.bfloat16)
+        fu_compile.compile(m, rest="eager")
+        prompts = ("What is the capital of France?", "Write one sentence about the sea.")
+        runs = {}
+        for device in ("cpu", "cuda"):
+            torch._dynamo.reset()
+            m.to(device)
+            for prompt in prompts:
+                text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False)
+                ids = tokenizer(text + "<|im_start|>assistant\n", return_tensors="pt").input_ids.to(device)
+                out = m.generate(
+                    ids, max_new_tokens=24, do_sample=False, cache_implementation="static", output_logits=True,
+                    return_dict_in_generate=True,
+                )  # fmt: skip
+                runs[device, prompt] = (
+                    out.sequences[0, ids.shape[1] :].cpu(),
+                    torch.stack(out.logits)[:, 0].cpu().float(),
+                )
+        for prompt in prompts:
+            (a, expected), (b, got) = runs["cpu", prompt], runs["cuda", prompt]
+            count = min(len(a), len(b))
+            part = next((i for i in range(count) if a[i] != b[i]), count)
+            error = (
+                (got[: part + 1] - expected[: part + 1]).abs().max() if part < count else (got - expected).abs().max()
+            )
+            print(prompt, tokenizer.decode(b), f"same for {part} of {count} tokens, logits apart by {float(error):.3f}")
+            if part < count:
+                gap = float(expected[part, a[part]] - expected[part, b[part]])
+                assert gap <= 2 * float(error), gap
+            assert part >= 8

@@ -1,0 +1,103 @@
+"""Prefill with what CUDA libraries have: cuBLASLt's FP8 product and the flash attention of PyTorch.
+
+``linear_fp8`` keeps the meaning of the reference: the product of the same codes with float32 results, then scales and
+epilogue in float32. ``attention_prefill`` only where the call attends to itself alone: queries, keys and values in the
+model's dtype, float32 sums, weights rounded to the model's dtype before they meet the values.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fu_compile.lowerings.decode_linear import _capability
+from fu_compile.lowerings.reference_block import merge_heads
+from fu_compile.lowerings.reference_linear import finish, normalized, steps_of
+from torch import Tensor
+
+from fu_compile import formats
+
+
+def _accepts_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    act: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    scale: float,
+    prologue: str,
+    epilogue: str,
+    scaling: str,
+) -> str | None:
+    """Why this call is not ours, or none."""
+    n, k = weight.shape
+    if scaling == "none":
+        return "the activations are not quantised"
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"activations are {x.dtype}, not 16 bits"
+    if weight.dtype != torch.float8_e4m3fn or n % 16 or k % 16:
+        return "cuBLASLt takes e4m3 weights with multiples of 16 rows and columns"
+    if _capability(x.device.index or 0) < (8, 9):
+        return "FP8 products need compute capability 8.9"
+    return None
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones((), device=device)
+
+
+def linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    act: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    scale: float,
+    prologue: str,
+    epilogue: str,
+    scaling: str,
+) -> Tensor:
+    """weight: [N, K] e4m3 with weight_scale: [N] f32; act: the state of this input, updated. -> [..., N] like x."""
+    rms, steps = steps_of(prologue, epilogue)
+    row = x.to(torch.float32)
+    codes, step = formats.fp8_quantize(normalized(row, eps) if rms else row, act, scaling)
+    n, k = weight.shape
+    y = torch._scaled_mm(
+        codes.reshape(-1, k), weight.contiguous().t(), scale_a=step, scale_b=_one(x.device), out_dtype=torch.float32,
+        use_fast_accum=True,
+    )  # fmt: skip
+    y = y.mul_(weight_scale).view(*x.shape[:-1], n)
+    return finish(y, steps, bias, residual, scale).to(x.dtype)
+
+
+def _accepts_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> str | None:
+    """Why this call is not ours, or none."""
+    mask, _scale, fresh = rest[-3:]
+    if not fresh:
+        return "the call attends to the cache"
+    if mask is not None:
+        return "the call has a mask"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"queries are {q.dtype}, not 16 bits"
+    return None
+
+
+def attention_prefill(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    """q: [B, Hq, S, D], k and v: [B, Hkv, S, D] -> [B, S, Hq*D], causal."""
+    scale = rest[-2]
+    grouped = q.shape[1] != k.shape[1]
+    return merge_heads(
+        F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=scale, enable_gqa=grouped)
+    )
+
+
+LAUNCH = {"linear_fp8": linear_fp8, "attention_prefill": attention_prefill}
+ACCEPTS = {"linear_fp8": _accepts_linear, "attention_prefill": _accepts_attention}

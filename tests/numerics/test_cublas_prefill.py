@@ -1,0 +1,70 @@
+"""The prefill lowerings that call CUDA libraries, run on the CPU, where PyTorch has the same functions."""
+
+import pytest
+import torch
+from fu_compile.lowerings import TABLE, cublas_prefill, reference_attention, reference_linear, rms_norm_sm90
+
+from fu_compile import formats, jit
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("epilogue", ["", "bias", "residual", "swiglu"])
+def test_fp8_linear_is_the_reference(dtype, epilogue):
+    n, k = 96, 64
+    codes, scales = formats.quantize_fp8(torch.randn(n, k) / k**0.5)
+    bias = torch.randn(n).to(dtype) if epilogue == "bias" else None
+    states = [torch.zeros(formats.FP8_STATE) for _ in range(2)]
+    for tokens in (1, 17, 40):
+        x = torch.randn(2, tokens, k).to(dtype)
+        residual = torch.randn(2, tokens, n).to(dtype) if epilogue == "residual" else None
+        args = (bias, residual, 1e-5, 0.5, "rms", epilogue, "delayed")
+        y = cublas_prefill.linear_fp8(x, codes, scales, states[0], *args)
+        want = reference_linear.linear_fp8(x, codes, scales, states[1], *args)
+        # float32 sums of the same products in another order, then one rounding
+        torch.testing.assert_close(y, want, rtol=2**-7 if dtype == torch.bfloat16 else 2**-10, atol=1e-5)
+        assert torch.equal(states[0], states[1])
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_fresh_attention(heads, tokens):
+    q, k, v = (torch.randn(2, h, tokens, 32).bfloat16() for h in (*heads, heads[1]))
+    rest = (None,) * 9 + (None, 0.2, True)
+    y = cublas_prefill.attention_prefill(q, k, v, *rest)
+    want = reference_attention.attention_prefill(q, k, v, *rest)
+    assert y.shape == want.shape
+    # softmax weights in bfloat16 and one rounding of the output
+    assert float((y.float() - want.float()).norm() / want.float().norm()) < 4e-3
+
+
+def test_what_is_refused_says_why():
+    linear, attention = cublas_prefill.ACCEPTS["linear_fp8"], cublas_prefill.ACCEPTS["attention_prefill"]
+    codes, scales = formats.quantize_fp8(torch.randn(32, 64))
+    x, rest = torch.zeros(3, 64).bfloat16(), (scales, scales, None, None, 0.0, 1.0, "", "")
+    assert "not quantised" in linear(x, codes, *rest, "none")
+    assert "16 bits" in linear(x.float(), codes, *rest, "delayed")
+    assert "multiples of 16" in linear(x, codes[:31], *rest, "delayed")
+    q = torch.zeros(1, 2, 5, 8).bfloat16()
+    nine = (None,) * 9
+    assert "cache" in attention(q, q, q, *nine, None, 0.1, False)
+    assert "mask" in attention(q, q, q, *nine, q, 0.1, True)
+    assert "16 bits" in attention(q.float(), q, q, *nine, None, 0.1, True)
+    assert attention(q, q, q, *nine, None, 0.1, True) is None
+    gain = torch.zeros(4096).bfloat16()
+    assert "Hopper" in rms_norm_sm90.accepts(torch.zeros(2, 4096).bfloat16(), gain, 1e-5) or torch.cuda.is_available()
+    assert "columns" in rms_norm_sm90.accepts(torch.zeros(2, 128).bfloat16(), gain, 1e-5)
+    assert "rows" in rms_norm_sm90.accepts(torch.zeros(70, 4096).bfloat16(), gain, 1e-5)
+    assert "gain" in rms_norm_sm90.accepts(torch.zeros(2, 4096).bfloat16(), None, 1e-5)
+
+
+def test_decode_kernels_come_first():
+    assert [c.name for c in TABLE["linear_fp8"]] == ["cuda", "cuda", "cpu", "reference"]
+    assert TABLE["linear_fp8"][1].launch is cublas_prefill.linear_fp8
+
+
+@pytest.mark.parametrize("k", [512, 4096, 32768])
+def test_rms_norm_compiles(k, tmp_path, monkeypatch):
+    monkeypatch.setenv("FU_CACHE_DIR", str(tmp_path))
+    kernel = rms_norm_sm90.kernel(k, 1, False)
+    jit.warmup([kernel], progress=False)
+    assert kernel.cubin.resources.spill_stores == 0
