@@ -8,6 +8,7 @@ model's dtype, float32 sums, weights rounded to the model's dtype before they me
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,5 +100,5 @@ def attention_prefill(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     )
 
 
-LAUNCH = {"linear_fp8": linear_fp8, "attention_prefill": attention_prefill}
-ACCEPTS = {"linear_fp8": _accepts_linear, "attention_prefill": _accepts_attention}
+LAUNCH: dict[str, Callable[..., Any]] = {"linear_fp8": linear_fp8, "attention_prefill": attention_prefill}
+ACCEPTS: dict[str, Callable[..., str | None]] = {"linear_fp8": _accepts_linear, "attention_prefill": _accepts_attention}
