@@ -2,7 +2,7 @@
 
     python benchmarks/decode_linears.py                       # check, then time 8B and 70B at M = 1, 8, 32
     python benchmarks/decode_linears.py --models 8b --tokens 1 --seconds 0.2
-    python benchmarks/decode_linears.py --tune 8b:32          # every configuration of each linear, fastest first
+    python benchmarks/decode_linears.py --tune 8b:32          # every configuration, alone and in the layer
 
 What is timed: layer after layer in one CUDA graph with the real dependencies (qkv -> o + residual -> RMS, gate_up,
 SwiGLU -> down + residual; o reads the first columns of qkv in the place of attention's output), on as many layers as
@@ -18,17 +18,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
+import itertools
 import json
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from fu_compile.lowerings import linear_fp8_sm90 as fp8
 from fu_compile.lowerings import linear_int4_sm90 as int4
+from fu_compile.lowerings import tuned_int4_sm90
 from torch import Tensor
 
 from fu_compile import formats, jit
@@ -36,6 +42,8 @@ from fu_compile import formats, jit
 MODELS = {"8b": (4096, 6144, 4096, 14336), "70b": (8192, 10240, 8192, 28672)}
 """hidden, rows of qkv, columns of o, intermediate"""
 EPS = 1e-5
+SPILL = 36
+"""Bytes that a kernel may spill to be tuned: outside its main loop (tests/numerics/test_kernels_compile.py)."""
 L2_BYTES = 60 << 20
 
 
@@ -74,12 +82,19 @@ def random_codes(n: int, k: int, group: int, device: str = "cuda") -> formats.In
 
 
 def reference(
-    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float, prologue: str, epilogue: str
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: float,
+    prologue: str,
+    epilogue: str,
+    gain: Tensor | None = None,
 ) -> Tensor:
-    """float64, nothing rounded. w: [n, k], gate rows before up rows."""
-    x = x.double()
-    if prologue:
-        x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + EPS)
+    """float64, nothing rounded but x * gain as the operator says. w: [n, k], gate rows before up rows."""
+    row = x if gain is None else (x.double() * gain.double()).to(x.dtype)
+    rstd = torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS)
+    x = row.double() * rstd if prologue else row.double()
     y = x @ w.double().T
     if bias is not None:
         y = y + bias.double()
@@ -97,9 +112,33 @@ def roundings(y: Tensor, y64: Tensor) -> float:
 
 
 def ours(
-    x: Tensor, packed: Tensor, lin: Linear, group: int, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor,
+    packed: Tensor,
+    lin: Linear,
+    group: int,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> Tensor:
-    return int4.launch(x, packed, lin.n, lin.k, group, bias, residual, EPS, 0.5, lin.prologue, lin.epilogue)
+    return int4.launch(x, packed, lin.n, lin.k, group, bias, residual, EPS, 0.5, lin.prologue, lin.epilogue, gain)
+
+
+@functools.cache
+def gain_of(lin: Linear) -> Tensor | None:
+    """The gain of the norm before a linear, as a model has it: random, so that a lost one shows."""
+    gain = torch.rand(lin.k, generator=torch.Generator().manual_seed(lin.k)) * 2 - 0.2
+    return gain.bfloat16().cuda() if lin.prologue else None
+
+
+def takes_gain(lin: Linear, dtype: torch.dtype) -> bool:
+    """float16 models keep the norm before the linear."""
+    return lin.prologue == "rms" and dtype == torch.bfloat16
+
+
+def kernel(lin: Linear, tokens: int, group: int, dtype: torch.dtype) -> jit.Kernel:
+    """What runs a case."""
+    half = dtype == torch.float16
+    return int4.kernel(lin.n, lin.k, group, tokens, half, lin.prologue, lin.epilogue, 132, takes_gain(lin, dtype))
 
 
 def check_one(lin: Linear, tokens: int, group: int, dtype: torch.dtype) -> float:
@@ -116,11 +155,12 @@ def check_one(lin: Linear, tokens: int, group: int, dtype: torch.dtype) -> float
     residual = torch.randn(tokens, columns, device="cuda").to(dtype) if "residual" in lin.epilogue else None
     poison = torch.full((tokens, columns), float("nan"), device="cuda", dtype=dtype)
     del poison
-    y = ours(x, packed, lin, group, bias, residual)
-    again = ours(x, packed, lin, group, bias, residual)
+    gain = gain_of(lin) if takes_gain(lin, dtype) else None
+    y = ours(x, packed, lin, group, bias, residual, gain)
+    again = ours(x, packed, lin, group, bias, residual, gain)
     if not torch.equal(y, again):
         return float("inf")
-    return roundings(y, reference(x, w, bias, residual, 0.5, lin.prologue, lin.epilogue))
+    return roundings(y, reference(x, w, bias, residual, 0.5, lin.prologue, lin.epilogue, gain))
 
 
 def check_fp8(lin: Linear, tokens: int, dtype: torch.dtype) -> float:
@@ -170,13 +210,7 @@ def check(models: list[str], quick: bool) -> float:
     """Prints the worst error of each shape; returns the worst of all in bfloat16 roundings."""
     worst = 0.0
     shapes = SMALL + [lin for m in models for lin in linears(m)]
-    kernels = [
-        int4.kernel(
-            lin.n, lin.k, g, next(b for b in int4.TOKENS if t <= b), d == torch.float16, lin.prologue, lin.epilogue, 132
-        )
-        for lin in shapes
-        for t, g, d in cases_of(lin, quick)
-    ]
+    kernels = [kernel(lin, t, g, d) for lin in shapes for t, g, d in cases_of(lin, quick)]
     done = jit.warmup(kernels, progress=False)
     print(f"compiled {done.compiled} kernels in {done.seconds:.1f} s", flush=True)
     for lin in shapes:
@@ -295,7 +329,7 @@ def layer_body(model: str, call: Callable[[int, Linear, Tensor, Tensor | None], 
 
 def our_case(model: str, layers: int, x: Tensor, weights: dict[str, list[Tensor]], group: int):
     def call(i: int, lin: Linear, v: Tensor, residual: Tensor | None) -> Tensor:
-        return ours(v, weights[lin.name][i], lin, group, None, residual)
+        return ours(v, weights[lin.name][i], lin, group, None, residual, gain_of(lin))
 
     return graph_of(layer_body(model, call, layers, x)), layers
 
@@ -385,13 +419,23 @@ def bench(models: list[str], tokens: list[int], seconds: float, with_peers: bool
                 cases |= peers(model, m, 3)
             times = interleaved(cases, seconds)
             state = card.read(cases["int4 (ours)"][0])
+            errors = {
+                "int4 (ours)": max(check_one(lin, m, 128, torch.bfloat16) for lin in linears(model)),
+                "fp8 (ours)": max(check_fp8(lin, m, torch.bfloat16) for lin in linears(model)),
+            }
             base = times["int4 (ours)"]
             for name, us in times.items():
                 row = {"model": model, "M": m, "case": name, "us": round(us, 2), "x ours": round(us / base, 2)}
+                if name in errors:
+                    row["error"] = round(errors[name], 3)
                 if name == "int4 (ours)":
                     row |= {"GB/s": round(size / us / 1e3), "of copy": round(size / us / 1e3 / copy, 3), "card": state}
+                    row["configurations"] = {
+                        lin.name: dataclasses.asdict(int4.choose(lin.n, lin.k, 128, min(m, 32)))
+                        for lin in linears(model)
+                    }
                 out["rows"].append(row)
-                print(json.dumps(row), flush=True)
+                print(json.dumps({k: v for k, v in row.items() if k != "configurations"}), flush=True)
             del cases
             gc.collect()
             torch.cuda.empty_cache()
@@ -400,7 +444,9 @@ def bench(models: list[str], tokens: list[int], seconds: float, with_peers: bool
                 x = torch.randn(m, lin.k, device="cuda", dtype=torch.bfloat16)
                 r = torch.randn(m, lin.n, device="cuda", dtype=torch.bfloat16) if "residual" in lin.epilogue else None
                 case = graph_of(
-                    lambda lin=lin, x=x, r=r, ws=weights[lin.name]: [ours(x, w, lin, 128, None, r) for w in ws * 4]
+                    lambda lin=lin, x=x, r=r, ws=weights[lin.name]: [
+                        ours(x, w, lin, 128, None, r, gain_of(lin)) for w in ws * 4
+                    ]
                 )
                 us = interleaved({"": (case, 4 * layers)}, seconds / 4)[""]
                 bytes_ = weights[lin.name][0].numel()
@@ -414,136 +460,165 @@ def bench(models: list[str], tokens: list[int], seconds: float, with_peers: bool
 
 
 def variants(n: int, k: int, tokens: int) -> list[int4.Config]:
-    """Configurations worth timing for one shape."""
+    """Configurations worth timing for one shape; those that stand first are tried in the layer in any case."""
     bound, sms, found = next(t for t in int4.TOKENS if tokens <= t), 132, []
+    share = int4.ceil_div(n, 16) / sms
     if bound <= 8:
+        found.append(int4._few(n, k, 128, bound, sms, 1))
+        found += [int4._reg(n, k, 128, bound, sms, c) for c in ((1, 2) if bound > 1 else (1,))]
+    if bound <= 2:
+        for cluster, warps, warps_k, strips, chunk in itertools.product(
+            (1, 2), (8, 12, 16), (1, 2, 4, 8, 12, 16), (1, 2), (1, 2, 3, 4)
+        ):
+            if warps // warps_k * strips <= 1.3 * max(1, share * cluster) and not (cluster > 1 and share > 3):
+                found.append(int4.one(n, k, 128, bound, sms, cluster, warps, warps_k, strips, chunk))
+    if bound > 8:
         for cluster in (1, 2, 4):
-            c = int4._few(n, k, 128, bound, sms, cluster)
-            if c is not None and not (bound == 8 and cluster == 4):
-                found.append(c)
-            c = int4._reg(n, k, 128, bound, sms, cluster)
-            if not (cluster > 1 and bound == 1) and c.smem(n, k, 128) <= int4.SMEM:
-                found.append(c)
-        return found
-    for cluster in (1, 2, 4, 8):
-        c = int4._wide(n, k, 128, bound, sms, cluster)
-        if c is None:
-            continue
-        found.append(c)
-        strips = int4.ceil_div(int4.ceil_div(n, 16), c.grid // cluster)
-        for blocks, limit, most in ((2, int4.SMEM, 7), (1, int4.common.SMEM_MAX, 15)):
+            c = int4._wide(n, k, 128, bound, sms, cluster)
+            if c is None:
+                continue
+            found.append(c)
+            strips = int4.ceil_div(int4.ceil_div(n, 16), c.grid // cluster)
             for each in (1, 2):
-                wn = int4.ceil_div(int4.ceil_div(strips, int4.ceil_div(strips, each * most)), each)
-                for wk in range(1, most // wn + 1):
-                    v = dataclasses.replace(c, strips=each, warps_n=wn, warps_k=wk, blocks_per_sm=blocks)
-                    if wn * wk * 2 < most or (cluster > 1 and wn * each < strips):
-                        continue
-                    for slots in (6, 5, 4, 3):
-                        v = dataclasses.replace(v, slots=slots)
-                        if v.smem(n, k, 128) <= limit:
-                            found.append(v)
-                            break
-    return list(dict.fromkeys(found))
+                wn = int4.ceil_div(int4.ceil_div(strips, int4.ceil_div(strips, each * 7)), each)
+                for wk in range(1, 7 // wn + 1):
+                    v = dataclasses.replace(c, strips=each, warps_n=wn, warps_k=wk)
+                    if wn * wk * 2 >= 7 and (cluster == 1 or wn * each >= strips):
+                        found += [dataclasses.replace(v, slots=slots) for slots in (6, 5, 4, 3)]
+    fits = [c for c in found if c is not None and c.smem(n, k, 128) <= int4.SMEM]
+    return list(dict.fromkeys(fits))
 
 
-def tune(model: str, tokens: int, seconds: float) -> None:
-    """Times every variant of each linear by itself (PDL chain over rotated weights)."""
-    weights, layers, _ = packed_weights(model, 128)
-    for lin in linears(model):
-        x = torch.randn(tokens, lin.k, device="cuda", dtype=torch.bfloat16)
-        r = torch.randn(tokens, lin.n, device="cuda", dtype=torch.bfloat16) if "residual" in lin.epilogue else None
-        cases, want = {}, None
-        configs = variants(lin.n, lin.k, tokens)
-        kernels = [int4.kernel_of(c, lin.n, lin.k, 128, False, lin.prologue, lin.epilogue) for c in configs]
-        jit.warmup(kernels, progress=False)
-        for c, kernel in zip(configs, kernels, strict=True):
-            used = kernel.cubin.resources
-
-            def body(kernel=kernel, x=x, r=r, lin=lin):
-                return [
-                    int4.common.launch(kernel, x, w, lin.n, lin.k, None, r, EPS, 0.5, lin.epilogue)
-                    for w in weights[lin.name] * 4
-                ]
-
-            got = body()[0]
-            want = got if want is None else want
-            close = torch.allclose(got.float(), want.float(), rtol=2e-2, atol=2e-2)
-            key = f"{c} regs {used.registers} spills {used.spill_stores}{'' if close else ' WRONG'}"
-            cases[key] = (graph_of(body), 4 * layers)
-        times = interleaved(cases, seconds, 2)
-        for key, us in sorted(times.items(), key=lambda kv: kv[1])[:4]:
-            print(f"{model} M={tokens} {lin.name}: {us:.2f} us  {key}", flush=True)
-
-
-def tune_layer(model: str, tokens: int, seconds: float) -> None:
-    """Coordinate descent over the configurations of the four linears, timed where it counts: in the whole layer."""
+def tune(model: str, tokens: int, seconds: float) -> dict[str, Any]:
+    """Every variant of each linear by itself, then the fastest of each in the whole layer, where it counts: a
+    neighbour's loads overlap with it. Coordinate descent over those and over the delays of the first request."""
     weights, layers, _ = packed_weights(model, 128)
     x = torch.randn(tokens, MODELS[model][0], device="cuda", dtype=torch.bfloat16)
-    shapes = linears(model)
-    options: dict[str, list[int4.Config]] = {}
+    shapes, out = linears(model), {"model": model, "M": tokens, "alone": [], "layer": []}
     kernels: dict[tuple[str, int4.Config], jit.Kernel] = {}
-    for lin in shapes:
-        options[lin.name] = [
-            dataclasses.replace(c, lead=lead, delay=delay)
-            for c in variants(lin.n, lin.k, tokens)
-            if (c.kind == "reg" or tokens < 8) and c.cluster <= (2 if tokens == 8 else 1)
-            for lead, delay in ((-1, 0), (-1, 700), (-1, 1400), (-1, 2000), (2, 0), (99, 0))
-        ]
-        for c in options[lin.name]:
-            kernels[lin.name, c] = int4.kernel_of(c, lin.n, lin.k, 128, False, lin.prologue, lin.epilogue)
-    jit.warmup(kernels.values(), progress=False)
-    chosen = {lin.name: int4.choose(lin.n, lin.k, 128, tokens) for lin in shapes}
-    for lin in shapes:
-        kernels.setdefault(
-            (lin.name, chosen[lin.name]),
-            int4.kernel_of(chosen[lin.name], lin.n, lin.k, 128, False, lin.prologue, lin.epilogue),
+
+    def prepare(wanted: list[tuple[Linear, int4.Config]]) -> None:
+        for lin, c in wanted:
+            if (lin.name, c) not in kernels:
+                gain = lin.prologue == "rms"
+                kernels[lin.name, c] = int4.kernel_of(c, lin.n, lin.k, 128, False, lin.prologue, lin.epilogue, gain)
+        jit.warmup([kernels[lin.name, c] for lin, c in wanted], progress=False)
+
+    def run(lin: Linear, c: int4.Config, v: Tensor, w: Tensor, residual: Tensor | None) -> Tensor:
+        gain = gain_of(lin)
+        return int4.common.launch(
+            kernels[lin.name, c], v, w, lin.n, lin.k, None, residual, EPS, 0.5, lin.epilogue, scales=(gain,)
         )
 
-    def measure(configs: dict[str, int4.Config], seconds: float) -> float:
+    best: dict[str, list[int4.Config]] = {}
+    for lin in shapes:
+        v = torch.randn(tokens, lin.k, device="cuda", dtype=torch.bfloat16)
+        r = torch.randn(tokens, lin.n, device="cuda", dtype=torch.bfloat16) if "residual" in lin.epilogue else None
+        configs = variants(lin.n, lin.k, tokens)
+        prepare([(lin, c) for c in configs])
+        configs = [c for c in configs if kernels[lin.name, c].cubin.resources.spill_stores <= SPILL]
+        want = ours(v, weights[lin.name][0], lin, 128, None, r, gain_of(lin)).float()
+        times = {}
+        for c in configs:
+            got = run(lin, c, v, weights[lin.name][0], r).float()
+            if not torch.allclose(got, want, rtol=2e-2, atol=2e-2):
+                print(f"WRONG {lin.name} {c} {float((got - want).abs().max())}", flush=True)
+                continue
+            graph = graph_of(lambda lin=lin, c=c, v=v, r=r: [run(lin, c, v, w, r) for w in weights[lin.name] * 2])
+            times[c] = replay_us(graph, seconds) / (2 * layers)
+            out["alone"].append({"case": lin.name, "us": round(times[c], 2), **dataclasses.asdict(c)})
+        first = [c for c in configs[:3] if c in times and c.kind != "one"]
+        best[lin.name] = list(dict.fromkeys(sorted(times, key=lambda c: times[c])[:4] + first))
+        for c in best[lin.name][:3]:
+            print(f"{model} M={tokens} {lin.name}: {times[c]:.2f} us  {c}", flush=True)
+
+    def measure(configs: dict[str, int4.Config]) -> float:
         def call(i: int, lin: Linear, v: Tensor, residual: Tensor | None) -> Tensor:
-            k = kernels[lin.name, configs[lin.name]]
-            return int4.common.launch(
-                k, v, weights[lin.name][i], lin.n, lin.k, None, residual, EPS, 0.5, lin.epilogue
-            )  # fmt: skip
+            return run(lin, configs[lin.name], v, weights[lin.name][i], residual)
 
-        return replay_us(graph_of(layer_body(model, call, layers, x)), seconds) / layers
+        return replay_us(graph_of(layer_body(model, call, layers, x)), seconds * 2) / layers
 
-    best = measure(chosen, seconds)
-    print(f"{model} M={tokens} start {best:.2f} us", flush=True)
-    for sweep in range(2):
+    chosen = {name: configs[0] for name, configs in best.items()}
+    us = measure(chosen)
+    options = {
+        lin.name: [dataclasses.replace(c, delay=d) for c in best[lin.name] for d in (0, 700, 1400, 2000)]
+        for lin in shapes
+    }
+    prepare([(lin, c) for lin in shapes for c in options[lin.name]])
+    for _ in range(2):
         for lin in sorted(shapes, key=lambda v: -v.n * v.k):
             for c in options[lin.name]:
-                us = measure(chosen | {lin.name: c}, seconds)
-                if us < best * 0.998:
-                    best, chosen = us, chosen | {lin.name: c}
-            print(f"{model} M={tokens} sweep {sweep} {lin.name}: {best:.2f} us {chosen[lin.name]}", flush=True)
+                now = measure(chosen | {lin.name: c})
+                if now < us * 0.998:
+                    us, chosen = now, chosen | {lin.name: c}
+    for name, c in chosen.items():
+        print(f"{model} M={tokens} layer {us:.2f} us {name} {c}", flush=True)
+        out["layer"].append({"case": name, "layer us": round(us, 2), **dataclasses.asdict(c)})
+    for lin in shapes:
+        int4.TUNED[lin.n, lin.k, chosen[lin.name].tokens] = chosen[lin.name]
+    return out
+
+
+def write_tuned() -> None:
+    """Writes lowerings/tuned_int4_sm90.py with what :func:`tune` put into TUNED."""
+    rows = []
+    for key, c in sorted(int4.TUNED.items()):
+        fields = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if getattr(c, f.name) != f.default}
+        rows.append(f"    {key}: {json.dumps(fields)},\n")
+    head = '"""Written by ``benchmarks/decode_linears.py --tune``: (n, k, tokens) -> fields of a Config."""\n'
+    text = (
+        head
+        + "\nfrom typing import Any\n\nTUNED: dict[tuple[int, int, int], dict[str, Any]] = {\n"
+        + "".join(rows)
+        + "}\n"
+    )
+    Path(tuned_int4_sm90.__file__).write_text(text)
+
+
+def compile_times() -> dict[str, float]:
+    """Seconds to compile every decode kernel of an 8B model into an empty folder, and to find them there."""
+    config = SimpleNamespace(
+        model_type="llama", hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336
+    )
+    before, found = os.environ.get("FU_CACHE_DIR"), {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["FU_CACHE_DIR"] = folder
+        for name in ("cold", "warm"):
+            jit._memory.clear()
+            done = jit.warmup(jit.kernels_of(config), progress=False)
+            found |= {f"{name} s": round(done.seconds, 2), "kernels": done.compiled + done.from_disk}
+    jit._memory.clear()
+    del os.environ["FU_CACHE_DIR"]
+    if before is not None:
+        os.environ["FU_CACHE_DIR"] = before
+    return found | {"threads": os.cpu_count() or 1}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 8, 32])
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--seconds", type=float, default=0.6)
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--quick-check", action="store_true")
     parser.add_argument("--tune", nargs="*", default=[], help="model:tokens")
-    parser.add_argument("--tune-layer", nargs="*", default=[], help="model:tokens")
+    parser.add_argument("--commit", default="", help="noted in the results")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode_linears.json")
     args = parser.parse_args()
     torch.manual_seed(0)
     result: dict[str, Any] = {}
     if not args.no_check:
         result["worst error in bf16 roundings"] = check(args.models, args.quick_check)
-    for case in args.tune_layer:
-        tune_layer(case.split(":")[0], int(case.split(":")[1]), args.seconds)
-    if args.tune_layer:
-        return
     if args.tune:
         for case in args.tune:
             model, tokens = case.split(":")
-            tune(model, int(tokens), args.seconds)
+            result[f"tune {case}"] = tune(model, int(tokens), args.seconds)
+            write_tuned()
+            args.out.write_text(json.dumps(result))
         return
+    result |= {"commit": args.commit, "date": time.strftime("%Y-%m-%d"), "compile": compile_times()}
+    print(json.dumps(result["compile"]), flush=True)
     result |= bench(args.models, args.tokens, args.seconds, not args.no_peers)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1))

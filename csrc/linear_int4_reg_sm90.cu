@@ -38,36 +38,25 @@ constexpr int RING = 0;
 constexpr int SUMS = RING + WARPS * SLOTS * BLOCK * TILE;    // [warp][strip of the pass] sums in fragment order
 constexpr int XSUM = SUMS + WARPS * PASS * SUM;              // [warp][tile of the block][group][token] sum of x
 constexpr int SQUARES = XSUM + WARPS * BLOCK * GROUPS * 32;  // [warp][token] sum of x^2
-constexpr int BARS = SQUARES + WARPS * 32;                   // [warp][slot]
+constexpr int WALKS = SQUARES + WARPS * 32;                  // [warp]
+constexpr int BARS = WALKS + WARPS * 16;                     // [warp][slot]
 constexpr int BYTES = BARS + WARPS * SLOTS * 8;
 static_assert(BYTES == FU_SMEM, "the lowering computes the same size");
 
-// The order in which a warp walks its slots: pass, block of x, strip.
-struct Walk {
-    int strip, first, pass_end, last;  // strips: current, of this pass, of this unit
-    int tile, begin, end;              // tiles: first of the block, of this warp
-    DEVICE Walk(int strip_begin, int strip_end, int tile_begin, int tile_end)
-        : strip(strip_begin),
-          first(strip_begin),
-          pass_end(min(strip_begin + PASS, strip_end)),
-          last(strip_end),
-          tile(tile_begin),
-          begin(tile_begin),
-          end(tile_end) {
-        if (begin >= end) strip = last = strip_begin;
-    }
-    DEVICE bool done() const { return strip >= last; }
-    DEVICE int tiles() const { return min(BLOCK, end - tile); }
-    DEVICE void next() {
-        if (++strip < pass_end) return;
+// The order in which a warp walks its slots: pass, block of x, strip. Between two refills it waits in shared memory:
+// the registers are x's.
+struct alignas(16) Walk {
+    int strip, first, tile, unused;  // strip: current; first: of this pass; tile: first of the block
+
+    DEVICE void next(int tile_begin, int tile_end, int strip_end) {
+        if (++strip < min(first + PASS, strip_end)) return;
         if (BLOCKS > 1) {
             tile += BLOCK;
             strip = first;
-            if (tile < end) return;
-            tile = begin;
+            if (tile < tile_end) return;
+            tile = tile_begin;
         }
-        strip = first = pass_end;
-        pass_end = min(first + PASS, last);
+        strip = first = first + PASS;
     }
 };
 
@@ -91,48 +80,48 @@ DEVICE void load_x(u32 (&x)[16], const u16* row, int tile, int t) {
 // squares are the diagonal of x x^T: row g, column g, in lane 4g + g/2. x becomes the B operand on the way. The tiles
 // of a block take turns: an mma that waits for the one before it takes 33 cycles.
 template <bool SQUARE>
-DEVICE void prepare_x(u32 (&x)[BLOCK][16], const u16* gain, int tile, u32 out, const Warp& w, f32x4& squares) {
-    f32x4 square[BLOCK] = {};
+DEVICE void prepare_x(u32 (&x)[BLOCK][16], const u16* gain, int tile, int count, u32 out, const Warp& w,
+                      f32x4& squares) {
+    if (GAIN) gain += tile * 128 + 8 * w.t;
 #pragma unroll
-    for (int gi = 0; gi < GROUPS; ++gi) {
-        f32x4 sum[BLOCK] = {};
+    for (int pair = 0; pair < BLOCK; pair += 2) {
+        f32x4 square[2] = {};
 #pragma unroll
-        for (int c = gi * 4 / GROUPS; c < (gi + 1) * 4 / GROUPS; ++c)
+        for (int gi = 0; gi < GROUPS; ++gi) {
+            f32x4 sum[2] = {};
 #pragma unroll
-            for (int j = 0; j < BLOCK; ++j) {
-                u32* r = x[j] + 4 * c;
-                u32x4 v = {r[0], r[1], r[2], r[3]};
-                if (GAIN) v = F::times_gain(v, load_gain<K>(gain, min(tile + j, TILES - 1) * 128 + 32 * c + 8 * w.t));
-                v = F::scaled(v);
-                if (SQUARE) {
-                    mma_m16n8k16<HALF>(square[j], r[0], 0, r[1], 0, r[0], r[1]);
-                    mma_m16n8k16<HALF>(square[j], r[2], 0, r[3], 0, r[2], r[3]);
+            for (int c = gi * 4 / GROUPS; c < (gi + 1) * 4 / GROUPS; ++c)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    u32* r = x[pair + j] + 4 * c;
+                    u32x4 v = {r[0], r[1], r[2], r[3]};
+                    if (GAIN && pair + j < count) {  // beyond, x is zero
+                        const int k = (pair + j) * 128 + 32 * c;
+                        if (K % 128 == 0 || tile * 128 + 8 * w.t + k < K)
+                            v = F::times_gain(v, ld_global_nc_v4(gain + k));
+                    }
+                    v = F::scaled(v);
+                    if (SQUARE) {
+                        mma_m16n8k16<HALF>(square[j], r[0], 0, r[1], 0, r[0], r[1]);
+                        mma_m16n8k16<HALF>(square[j], r[2], 0, r[3], 0, r[2], r[3]);
+                    }
+                    mma_m16n8k16<HALF>(sum[j], F::ONE_LOW, F::ONE_LOW, F::ONE_HIGH, F::ONE_HIGH, v.x, v.y);
+                    mma_m16n8k16<HALF>(sum[j], F::ONE_LOW, F::ONE_LOW, F::ONE_HIGH, F::ONE_HIGH, v.z, v.w);
+                    r[0] = v.x, r[1] = v.y, r[2] = v.z, r[3] = v.w;
                 }
-                mma_m16n8k16<HALF>(sum[j], F::ONE_LOW, F::ONE_LOW, F::ONE_HIGH, F::ONE_HIGH, v.x, v.y);
-                mma_m16n8k16<HALF>(sum[j], F::ONE_LOW, F::ONE_LOW, F::ONE_HIGH, F::ONE_HIGH, v.z, v.w);
-                r[0] = v.x, r[1] = v.y, r[2] = v.z, r[3] = v.w;
-            }
-        if (w.g == 0)
+            if (w.g == 0)
 #pragma unroll
-            for (int j = 0; j < BLOCK; ++j)
-                st_shared_f2(out + (j * GROUPS + gi) * 32 + w.t * 8,
-                             {sum[j].x * F::SUM_SCALE, sum[j].y * F::SUM_SCALE});
+                for (int j = 0; j < 2; ++j)
+                    st_shared_f2(out + ((pair + j) * GROUPS + gi) * 32 + w.t * 8,
+                                 {sum[j].x * F::SUM_SCALE, sum[j].y * F::SUM_SCALE});
+        }
+        if (SQUARE) squares = squares + (square[0] + square[1]);
     }
-    if (SQUARE)
-#pragma unroll
-        for (int j = 0; j < BLOCK; ++j) squares = squares + square[j];
 }
 
 template <int COUNT>
 DEVICE void multiply(f32x4& acc, u32 slot, const u32 (*x)[16], u32 xsum, const Warp& w) {
-    u32 words[COUNT][8];
-#pragma unroll
-    for (int j = 0; j < COUNT; ++j)
-#pragma unroll
-        for (int v = 0; v < 2; ++v) {
-            const u32x4 q = ld_shared_v4(slot + j * TILE + v * fu::kVectorBytes + w.lane * 16);
-            words[j][4 * v] = q.x, words[j][4 * v + 1] = q.y, words[j][4 * v + 2] = q.z, words[j][4 * v + 3] = q.w;
-        }
+    u32x4 words[COUNT];
 #pragma unroll
     for (int gi = 0; gi < GROUPS; ++gi) {
         f32x4 c[COUNT] = {};
@@ -141,7 +130,12 @@ DEVICE void multiply(f32x4& acc, u32 slot, const u32 (*x)[16], u32 xsum, const W
 #pragma unroll
             for (int j = 0; j < COUNT; ++j) {
                 u32 a[4];
-                F::dequantise(words[j][i], a);
+                if (i % 4 == 0) words[j] = ld_shared_v4(slot + j * TILE + i / 4 * fu::kVectorBytes + w.lane * 16);
+                F::dequantise(i % 4 == 0   ? words[j].x
+                              : i % 4 == 1 ? words[j].y
+                              : i % 4 == 2 ? words[j].z
+                                           : words[j].w,
+                              a);
                 mma_m16n8k16<HALF>(c[j], a[0], a[1], a[2], a[3], x[j][2 * i], x[j][2 * i + 1]);
             }
 #pragma unroll
@@ -167,7 +161,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const int tile_begin = TILES * part / PARTS, tile_end = TILES * (part + 1) / PARTS;
     const int strip_begin = int((long long)STRIPS * unit / UNITS),
               strip_end = int((long long)STRIPS * (unit + 1) / UNITS);
-    const u64 policy = createpolicy_evict_first();
     if (LEAD < 0) griddepcontrol_launch_dependents();
 
     if (w.lane == 0) {
@@ -177,16 +170,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     __syncwarp();
 
-    Walk ahead(strip_begin, strip_end, tile_begin, tile_end);
+    const u32 walk = w.smem + WALKS + w.warp * 16;
     auto fill = [&](int slot) {
-        if (ahead.done()) return;
-        const int bytes = ahead.tiles() * TILE;
+        const u32x4 at = ld_shared_v4(walk);
+        Walk ahead = {int(at.x), int(at.y), int(at.z), 0};
+        if (ahead.strip >= strip_end) return;
+        const int bytes = min(BLOCK, tile_end - ahead.tile) * TILE;
         mbarrier_arrive_expect_tx(bars + slot * 8, bytes);
         cp_async_bulk(ring + slot * BLOCK * TILE, weight + ((long long)ahead.strip * TILES + ahead.tile) * TILE, bytes,
-                      bars + slot * 8, policy);
-        ahead.next();
+                      bars + slot * 8, createpolicy_evict_first());
+        ahead.next(tile_begin, tile_end, strip_end);
+        st_shared_v4(walk, {u32(ahead.strip), u32(ahead.first), u32(ahead.tile), 0});
     };
     if (w.lane == 0) {
+        const u32 first = u32(tile_begin < tile_end ? strip_begin : strip_end);
+        st_shared_v4(walk, {first, first, u32(tile_begin), 0});
         if (DELAY > 0) wait_clocks(DELAY);
         for (int i = 0; i < SLOTS; ++i) fill(i);
     }
@@ -197,7 +195,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const Epilogue<N, HALF, FU_BIAS, FU_SWIGLU, FU_RESIDUAL> epilogue = {bias, residual, y, m, ldr, scale};
 
     u32 xr[BLOCK][16];
-    f32x2 rstd = {F::UNIT, F::UNIT};
     const int stages = (strip_end - strip_begin) * ((tile_end - tile_begin + BLOCK - 1) / BLOCK);
     int slot = 0, done = 0;
     u32 parity = 0;
@@ -217,10 +214,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     else
                         for (u32& v : xr[j]) v = 0;
                 }
-                if (RMS && first == strip_begin)
-                    prepare_x<true>(xr, gain, tile, xsum, w, squares);
+                if (RMS && (BLOCKS == 1 || first == strip_begin))
+                    prepare_x<true>(xr, gain, tile, tile_end - tile, xsum, w, squares);
                 else
-                    prepare_x<false>(xr, gain, tile, xsum, w, squares);
+                    prepare_x<false>(xr, gain, tile, tile_end - tile, xsum, w, squares);
                 if (LEAD >= 0 && first == strip_begin && block == 0 && SLOTS + LEAD >= stages)
                     griddepcontrol_launch_dependents();
                 if (RMS && first == strip_begin && w.t == w.g >> 1) {  // the diagonal, added up in shared memory
@@ -260,7 +257,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             barrier_cluster();
         else
             bar_sync<THREADS>(2);
-        if (RMS && first == strip_begin) {
+        f32x2 rstd = {F::UNIT, F::UNIT};
+        if (RMS) {
             f32x2 total = {0, 0};
             for (int r = 0; r < CLUSTER; ++r) {
                 const u32 base = CLUSTER > 1 ? mapa(w.smem + SQUARES, r) : w.smem + SQUARES;

@@ -111,6 +111,9 @@ struct alignas(16) u32x4 {
 struct alignas(16) f32x4 {
     float x, y, z, w;
 };
+struct alignas(16) s32x4 {
+    int x, y, z, w;
+};
 struct alignas(8) f32x2 {
     float x, y;
 };
@@ -152,12 +155,16 @@ DEVICE u32 ld_shared_u32(u32 a) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
     return v;
 }
+DEVICE u64 ld_shared_u64(u32 a) {
+    u64 v;
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(v) : "r"(a));
+    return v;
+}
 DEVICE u32 ld_shared_u16(u32 a) {
     u16 v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a));
     return v;
 }
-DEVICE void st_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 DEVICE void st_shared_v4(u32 a, u32x4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
@@ -191,10 +198,20 @@ DEVICE u32 ld_global_cg_u32(const void* p) {
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
+DEVICE u64 ld_global_cg_v2(const void* p) {
+    u64 v;
+    asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(p));
+    return v;
+}
 // Nobody writes it while the grid runs.
+DEVICE u64 ld_global_nc_v2(const void* p) {
+    u64 v;
+    asm("ld.global.nc.u64 %0, [%1];" : "=l"(v) : "l"(p));
+    return v;
+}
 DEVICE u32x4 ld_global_nc_v4(const void* p) {
     u32x4 v;
-    asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
 DEVICE u16 ld_global_cg_u16(const void* p) {
@@ -270,104 +287,27 @@ DEVICE void mma_m16n8k16(f32x4& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// ---- wgmma ----------------------------------------------------------------------------------------------------------
-
-// Before the first wgmma that reads registers which other instructions wrote.
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N>
-DEVICE void wgmma_wait_group() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+// The same for bytes, a unsigned and b signed, k32, exact. Lane 4g + t holds
+//   a0: row g, k 4t .. 4t+3   a1: row g+8   a2: row g, k 4t+16 ..   a3: row g+8      b0: column g, k 4t ..   b1: k
+//   4t+16 ..
+DEVICE void mma_m16n8k32(s32x4& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+r"(c.x), "+r"(c.y), "+r"(c.z), "+r"(c.w)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// No use of v moves to before this.
-template <int N>
-DEVICE void pin(float (&v)[N]) {
-#pragma unroll
-    for (float& x : v) asm volatile("" : "+f"(x)::"memory");
+// Of all 32 lanes.
+DEVICE u32 redux_max(u32 v) {
+    u32 r;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(v));
+    return r;
 }
-// B operand in shared memory, k contiguous, no swizzle: cores of 8 columns x 16 bytes, 128 bytes each; `along_k` bytes
-// between cores that are neighbours in k, `along_n` in n.
-DEVICE u64 wgmma_descriptor(u32 smem, u32 along_k, u32 along_n) {
-    return u64((smem & 0x3ffff) >> 4) | u64(along_k >> 4) << 16 | u64(along_n >> 4) << 32;
+DEVICE int redux_add(int v) {
+    int r;
+    asm volatile("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(v));
+    return r;
 }
-// c (+)= a b: a 64 x 16 from the registers of four warps, each 16 rows as in mma_m16n8k16; b 16 x N by descriptor; of
-// each 8 columns c holds four values as mma_m16n8k16 does. FIRST: c is not read.
-template <bool HALF, bool FIRST, int R>
-DEVICE void wgmma(float (&c)[R], const u32 (&a)[4], u64 b);
-
-#define FU_WGMMA(HALF, TYPE, FIRST, ACC, R, SHAPE, D, A, ...)                                               \
-    template <>                                                                                             \
-    DEVICE void wgmma<HALF, FIRST, R>(float (&c)[R], const u32(&a)[4], u64 b) {                             \
-        asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, " ACC ", 0;\n wgmma.mma_async.sync.aligned." SHAPE \
-                     ".f32." TYPE "." TYPE " " D ", " A ", p, 1, 1, 0;\n}"                                  \
-                     : __VA_ARGS__                                                                          \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                 \
-    }
-FU_WGMMA(false, "bf16", false, "1", 4, "m64n8k16", "{%0, %1, %2, %3}", "{%4, %5, %6, %7}, %8", "+f"(c[0]), "+f"(c[1]),
-         "+f"(c[2]), "+f"(c[3]))
-FU_WGMMA(true, "f16", false, "1", 4, "m64n8k16", "{%0, %1, %2, %3}", "{%4, %5, %6, %7}, %8", "+f"(c[0]), "+f"(c[1]),
-         "+f"(c[2]), "+f"(c[3]))
-FU_WGMMA(false, "bf16", true, "0", 4, "m64n8k16", "{%0, %1, %2, %3}", "{%4, %5, %6, %7}, %8", "=f"(c[0]), "=f"(c[1]),
-         "=f"(c[2]), "=f"(c[3]))
-FU_WGMMA(true, "f16", true, "0", 4, "m64n8k16", "{%0, %1, %2, %3}", "{%4, %5, %6, %7}, %8", "=f"(c[0]), "=f"(c[1]),
-         "=f"(c[2]), "=f"(c[3]))
-FU_WGMMA(false, "bf16", false, "1", 8, "m64n16k16", "{%0, %1, %2, %3, %4, %5, %6, %7}", "{%8, %9, %10, %11}, %12",
-         "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]))
-FU_WGMMA(true, "f16", false, "1", 8, "m64n16k16", "{%0, %1, %2, %3, %4, %5, %6, %7}", "{%8, %9, %10, %11}, %12",
-         "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]))
-FU_WGMMA(false, "bf16", true, "0", 8, "m64n16k16", "{%0, %1, %2, %3, %4, %5, %6, %7}", "{%8, %9, %10, %11}, %12",
-         "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]), "=f"(c[4]), "=f"(c[5]), "=f"(c[6]), "=f"(c[7]))
-FU_WGMMA(true, "f16", true, "0", 8, "m64n16k16", "{%0, %1, %2, %3, %4, %5, %6, %7}", "{%8, %9, %10, %11}, %12",
-         "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]), "=f"(c[4]), "=f"(c[5]), "=f"(c[6]), "=f"(c[7]))
-FU_WGMMA(false, "bf16", false, "1", 16, "m64n32k16",
-         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}", "{%16, %17, %18, %19}, %20",
-         "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]),
-         "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]))
-FU_WGMMA(true, "f16", false, "1", 16, "m64n32k16",
-         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}", "{%16, %17, %18, %19}, %20",
-         "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]),
-         "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]))
-FU_WGMMA(false, "bf16", true, "0", 16, "m64n32k16",
-         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}", "{%16, %17, %18, %19}, %20",
-         "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]), "=f"(c[4]), "=f"(c[5]), "=f"(c[6]), "=f"(c[7]), "=f"(c[8]),
-         "=f"(c[9]), "=f"(c[10]), "=f"(c[11]), "=f"(c[12]), "=f"(c[13]), "=f"(c[14]), "=f"(c[15]))
-FU_WGMMA(true, "f16", true, "0", 16, "m64n32k16",
-         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}", "{%16, %17, %18, %19}, %20",
-         "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]), "=f"(c[4]), "=f"(c[5]), "=f"(c[6]), "=f"(c[7]), "=f"(c[8]),
-         "=f"(c[9]), "=f"(c[10]), "=f"(c[11]), "=f"(c[12]), "=f"(c[13]), "=f"(c[14]), "=f"(c[15]))
-FU_WGMMA(false, "bf16", false, "1", 32, "m64n64k16",
-         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
-         "%23, %24, %25, %26, %27, %28, %29, %30, %31}",
-         "{%32, %33, %34, %35}, %36", "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]),
-         "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]),
-         "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]),
-         "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]),
-         "+f"(c[30]), "+f"(c[31]))
-FU_WGMMA(true, "f16", false, "1", 32, "m64n64k16",
-         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
-         "%23, %24, %25, %26, %27, %28, %29, %30, %31}",
-         "{%32, %33, %34, %35}, %36", "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]),
-         "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]),
-         "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]),
-         "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]),
-         "+f"(c[30]), "+f"(c[31]))
-FU_WGMMA(false, "bf16", true, "0", 32, "m64n64k16",
-         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
-         "%23, %24, %25, %26, %27, %28, %29, %30, %31}",
-         "{%32, %33, %34, %35}, %36", "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]), "=f"(c[4]), "=f"(c[5]),
-         "=f"(c[6]), "=f"(c[7]), "=f"(c[8]), "=f"(c[9]), "=f"(c[10]), "=f"(c[11]), "=f"(c[12]), "=f"(c[13]),
-         "=f"(c[14]), "=f"(c[15]), "=f"(c[16]), "=f"(c[17]), "=f"(c[18]), "=f"(c[19]), "=f"(c[20]), "=f"(c[21]),
-         "=f"(c[22]), "=f"(c[23]), "=f"(c[24]), "=f"(c[25]), "=f"(c[26]), "=f"(c[27]), "=f"(c[28]), "=f"(c[29]),
-         "=f"(c[30]), "=f"(c[31]))
-FU_WGMMA(true, "f16", true, "0", 32, "m64n64k16",
-         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
-         "%23, %24, %25, %26, %27, %28, %29, %30, %31}",
-         "{%32, %33, %34, %35}, %36", "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]), "=f"(c[4]), "=f"(c[5]),
-         "=f"(c[6]), "=f"(c[7]), "=f"(c[8]), "=f"(c[9]), "=f"(c[10]), "=f"(c[11]), "=f"(c[12]), "=f"(c[13]),
-         "=f"(c[14]), "=f"(c[15]), "=f"(c[16]), "=f"(c[17]), "=f"(c[18]), "=f"(c[19]), "=f"(c[20]), "=f"(c[21]),
-         "=f"(c[22]), "=f"(c[23]), "=f"(c[24]), "=f"(c[25]), "=f"(c[26]), "=f"(c[27]), "=f"(c[28]), "=f"(c[29]),
-         "=f"(c[30]), "=f"(c[31]))
-#undef FU_WGMMA
 
 // The 16-bit activation type: bfloat16, or float16 when HALF.
 template <bool HALF>

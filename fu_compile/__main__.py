@@ -1,4 +1,4 @@
-"""``python -m fu_compile doctor | explain | generate | perplexity | bench``: the package from a shell.
+"""``python -m fu_compile doctor | explain | generate | perplexity | bench | warmup``: the package from a shell.
 
 The options of the backend are switches made from the table in ``fu_compile/options.py``. A :class:`FuError` is printed
 without a traceback and ends the program with exit code 2, as a wrong argument does.
@@ -93,6 +93,14 @@ def parser() -> argparse.ArgumentParser:
     _add_report(one, shown=False)
     _add_options(one)
     one.set_defaults(run=_bench)
+
+    one = commands.add_parser("warmup", help="compile a model's CUDA kernels ahead; needs no GPU")
+    one.add_argument("model", metavar="MODEL", help="a folder with config.json, or a hub id")
+    one.add_argument("--dtype", choices=DTYPES, default="auto", help="of the activations (default: the checkpoint's)")
+    one.add_argument("--tokens", default="1,8,32", metavar="M,N", help="tokens of a decode step (default: 1,8,32)")
+    one.add_argument("--group-size", type=int, default=128, metavar="N", help="INT4 group size (default: 128)")
+    one.add_argument("--quiet", action="store_true", help="no progress bar")
+    one.set_defaults(run=_warmup)
     return top
 
 
@@ -231,15 +239,44 @@ def _explain(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _on_meta(chosen: argparse.Namespace) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _config(name: str) -> Any:
+    from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(chosen.model)
+        return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        what = f"no configuration in {chosen.model!r}: {str(error).strip().splitlines()[0]}"
+        what = f"no configuration in {name!r}: {str(error).strip().splitlines()[0]}"
         raise OptionError(what, where="MODEL", advice="Give a folder with config.json, or a hub id.") from None
+
+
+def _warmup(chosen: argparse.Namespace) -> int:
+    import torch
+
+    from fu_compile import jit
+    from fu_compile.formats import GROUPS
+
+    tokens = _numbers(chosen.tokens, "--tokens") or []
+    most = jit.most_tokens()
+    if not tokens or not all(1 <= t <= most for t in tokens):
+        raise OptionError(f"--tokens {chosen.tokens}: numbers from 1 to {most}", where="--tokens")
+    if chosen.group_size not in GROUPS:
+        raise OptionError(f"there is no group size {chosen.group_size}; there are {GROUPS}", where="--group-size")
+    config = _config(chosen.model)
+    dtype = _dtype(chosen) or getattr(config, "dtype", None) or torch.bfloat16
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise OptionError(f"CUDA kernels take 16-bit activations, and the model has {dtype}", where="--dtype",
+                          advice="Give --dtype bfloat16, as you will load it.")  # fmt: skip
+    kernels = jit.kernels_of(config, tokens, chosen.group_size, half=dtype == torch.float16)
+    done = jit.warmup(kernels, progress=not chosen.quiet)
+    print(f"{done.compiled} kernels compiled, {done.from_disk} already in {jit.cache_folder()}, {done.seconds:.1f} s")
+    return 0
+
+
+def _on_meta(chosen: argparse.Namespace) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = _config(chosen.model)
     extra = {} if chosen.attention is None else {"attn_implementation": chosen.attention}
     dtype = _dtype(chosen) or getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
@@ -265,6 +302,7 @@ def _generate(chosen: argparse.Namespace) -> int:
         fu_compile.compile(model, **given)
     torch.manual_seed(chosen.seed)
     sampling = {"do_sample": True, "temperature": chosen.temperature} if chosen.sample else {"do_sample": False}
+    loop = {} if chosen.eager else {"custom_generate": fu_compile.generate}
     streamer = _streamer(tokenizer, _status("compiling the prefill graph" if not chosen.eager else "prefill"))
     with torch.no_grad():
         model.generate(
@@ -274,6 +312,7 @@ def _generate(chosen: argparse.Namespace) -> int:
             streamer=streamer,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **sampling,
+            **loop,
         )
     print(streamer.summary(), file=sys.stderr)
     _show(report(model), chosen, text=chosen.report)

@@ -236,10 +236,15 @@ def _nvrtc(name: str, text: str) -> tuple[bytes, Resources]:
     options = ProgramOptions(
         name=f"{name}.cu", arch=ARCH, std="c++17", include_path=[str(CSRC)], ptxas_options=["-v"]
     )  # fmt: skip
-    try:
-        code = Program(text, "c++", options).compile("cubin", logs=output).code
-    except Exception as error:
-        raise LoweringError(f"NVRTC {_nvrtc_version()} cannot compile {name}: {error}\n{output.getvalue()}") from error
+    # NVRTC may keep what it compiled, and then reports nothing: a comment that it has not seen makes it compile again.
+    for source in (text, f"{text}\n// {os.urandom(8).hex()}\n"):
+        try:
+            code = Program(source, "c++", options).compile("cubin", logs=output).code
+        except Exception as error:
+            what = f"NVRTC {_nvrtc_version()} cannot compile {name}: {error}\n{output.getvalue()}"
+            raise LoweringError(what) from error
+        if _REGISTERS.search(output.getvalue()):
+            break
     return bytes(code), parse_log(output.getvalue())
 
 
@@ -408,7 +413,7 @@ class Kernel:
 
 
 def kernels_of(config: Any, tokens: Iterable[int] = (1, 8, 32), group: int = 128, half: bool = False) -> list[Kernel]:
-    """Every decode kernel of a model.
+    """Every decode kernel of a model: its linears, with the gain of the norm before them, and its attention.
 
     Args:
         config: a transformers configuration of the Llama kind, or one that holds it as ``text_config``.
@@ -416,6 +421,7 @@ def kernels_of(config: Any, tokens: Iterable[int] = (1, 8, 32), group: int = 128
         group: INT4 group size.
         half: float16 activations instead of bfloat16.
     """
+    from fu_compile.lowerings import attention_int4_sm90 as attention
     from fu_compile.lowerings import linear_int4_sm90 as int4
 
     config = getattr(config, "text_config", None) or config
@@ -430,12 +436,20 @@ def kernels_of(config: Any, tokens: Iterable[int] = (1, 8, 32), group: int = 128
         (2 * inner, hidden, "rms", "swiglu"),
         (hidden, inner, "", "residual"),
     )
-    bounds = sorted({next(b for b in int4.TOKENS if t <= b) for t in tokens})
+    tokens = list(tokens)
+    bounds = sorted({next((b for b in int4.TOKENS if t <= b), int4.TOKENS[-1]) for t in tokens})
     return [
-        int4.kernel(n, k, group, bound, half, prologue, epilogue, int4.SMS)
+        int4.kernel(n, k, group, bound, half, prologue, epilogue, int4.SMS, prologue == "rms" and not half)
         for bound in bounds
         for n, k, prologue, epilogue in linears
-    ]
+    ] + attention.kernels_of(config, sorted(set(tokens)), half=half)
+
+
+def most_tokens() -> int:
+    """Of a decode call that kernels are compiled for."""
+    from fu_compile.lowerings.decode_linear import MAX_TOKENS
+
+    return MAX_TOKENS
 
 
 def warmup(kernels: Iterable[Kernel], progress: bool = True) -> Counters:

@@ -1,16 +1,19 @@
-"""``linear_int4`` on Hopper, 1 to 64 tokens: csrc/linear_int4_sm90.cu (to 8) and csrc/linear_int4_wide_sm90.cu.
+"""``linear_int4`` on Hopper, 1 to 64 tokens.
 
-``choose`` turns a shape into a configuration (blocks, cluster, warps, ring) by counting bytes; ``TUNED`` holds the
-shapes for which a measurement said otherwise.
+``choose`` turns a shape into a kernel (SOURCES: one for 1 and 2 tokens, few to 4, reg to 8, wide to 32; more run 32 at
+a time) and a configuration (blocks, cluster, warps, ring) by counting bytes; ``TUNED`` holds what a measurement in a
+whole layer said instead.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
 from fu_compile.lowerings import decode_linear as common
+from fu_compile.lowerings import tuned_int4_sm90
 from fu_compile.lowerings.decode_linear import SMEM, SMS, ceil_div
 from torch import Tensor
 
@@ -21,9 +24,14 @@ WARPS = 8
 """Warps of a reg block, with 128 registers a thread."""
 FEW_WARPS = 16
 """Warps of a few block, with 64 registers."""
-TOKENS = (1, 2, 4, 8, 16, 32, 64)
+TOKENS = (1, 2, 4, 8, 16, 32)
 """Kernels are compiled for at most this many tokens; the call's own number is a parameter."""
-SOURCES = {"few": "linear_int4_sm90.cu", "reg": "linear_int4_reg_sm90.cu", "wgmma": "linear_int4_wgmma_sm90.cu"}
+SOURCES = {
+    "one": "linear_int4_one_sm90.cu",
+    "few": "linear_int4_sm90.cu",
+    "reg": "linear_int4_reg_sm90.cu",
+    "wide": "linear_int4_wide_sm90.cu",
+}
 
 
 @dataclass(frozen=True)
@@ -38,60 +46,71 @@ class Config:
     cluster: int
     """blocks that split K"""
     strips: int
-    """few: strip groups between two reductions; wgmma: strips of 16 rows of a warp"""
+    """strips of 16 rows: one, wide: of a warp at a time; few, reg: (groups of them) between two reductions"""
     slots: int
     """stages of the ring"""
     warps_k: int = 1
-    """few: warps along K; reg: tiles of a slot and of the x that a warp holds, 2 or 4; wgmma: warpgroups along K"""
+    """warps along K; reg: tiles of a slot and of the x that a warp holds, 2 or 4"""
     delay: int = 700
     """clocks between a block's start and its first request for weights"""
-    lead: int = -1
-    """few, reg: stages before the last refill at which the next kernel may start; -1: at once"""
-    warpgroups: int = 2
-    """wgmma"""
-    phases: int = 1
-    """wgmma: parts of a block's x that are in shared memory one after another"""
-    chunk: int = 4
-    """wgmma: most tiles of a slot"""
+    warps: int = 16
+    """one: of a block"""
+    chunk: int = 1
+    """one: most tiles of a strip in a slot"""
+    warps_n: int = 1
+    """wide: consumer warps along the rows"""
 
     @property
     def threads(self) -> int:
         """Of a block."""
-        return {"few": FEW_WARPS, "reg": WARPS, "wgmma": self.warpgroups * 4}[self.kind] * 32
-
-    def smem(self, n: int, k: int, group: int) -> int:
-        """Bytes of shared memory: the sum at the top of each kernel."""
-        tile, groups, tokens = int4_tile_bytes(group), TILE_K // group, self.tokens
-        if self.kind == "reg":
-            sums, block = 128 if tokens <= 2 else 512, self.warps_k
-            return WARPS * (self.slots * (block * tile + 8) + self.strips * sums + block * groups * 32 + 32)
-        depth = ceil_div(ceil_div(k, TILE_K), self.cluster)
-        if self.kind == "few":
-            tiles = ceil_div(depth, self.warps_k) * self.warps_k
-            sums = self.strips * FEW_WARPS * 128 * max(1, tokens // 2)
-            slots = self.slots * (FEW_WARPS * tile + 16)
-            return slots + tiles * (tokens * 256 + groups * 32) + sums + FEW_WARPS * 32
-        warps, nb, tiles = self.warpgroups * 4, tokens // 8, ceil_div(depth, self.phases)
-        ring = ceil_div(warps * self.slots * self.chunk * tile, 128) * 128
-        sums, x = self.warps_k * self.per_pass * nb * 512, tiles * tokens * 256
-        one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= self.per_pass
-        both = max(sums, x) if one_pass else 2 * sums + x
-        return ring + both + tiles * groups * tokens * 4 + warps // nb * tokens * 4 + warps * self.slots * 8
-
-    @property
-    def blocks_per_sm(self) -> int:
-        """Two, so that the next kernel fills its rings; 64 tokens need the registers of one."""
-        return 1 if self.tokens > 32 else 2
+        warps = {"one": self.warps, "few": FEW_WARPS, "reg": WARPS, "wide": self.warps_n * self.warps_k + 1}
+        return warps[self.kind] * 32
 
     @property
     def per_pass(self) -> int:
-        """wgmma: strips of a cluster between two reductions."""
-        return self.warpgroups // self.warps_k * 4 * self.strips
+        """one: strips of a cluster between two reductions."""
+        return self.warps // self.warps_k * self.strips
+
+    def smem(self, n: int, k: int, group: int) -> int:
+        """Bytes of shared memory: the sum at the top of each kernel."""
+        return getattr(self, f"_smem_{self.kind}")(n, k, int4_tile_bytes(group), TILE_K // group)
+
+    def _smem_one(self, n: int, k: int, tile: int, groups: int) -> int:
+        depth = ceil_div(ceil_div(k, TILE_K), self.cluster)
+        ring = ceil_div(self.warps * self.slots * self.strips * self.chunk * tile, 128) * 128
+        x_tile = 768 if self.tokens == 2 else 512 if depth <= 64 else 384
+        return (
+            ring
+            + depth * (x_tile + groups * 32)
+            + 384 * self.warps_k * self.per_pass
+            + 8 * self.warps * (1 + self.slots)
+        )
+
+    def _smem_few(self, n: int, k: int, tile: int, groups: int) -> int:
+        depth = ceil_div(ceil_div(k, TILE_K), self.cluster)
+        tiles = ceil_div(depth, self.warps_k) * self.warps_k
+        sums = self.strips * FEW_WARPS * 128 * max(1, self.tokens // 2)
+        slots = self.slots * (FEW_WARPS * tile + 16)
+        return slots + tiles * (self.tokens * 256 + groups * 32) + sums + FEW_WARPS * 32
+
+    def _smem_reg(self, n: int, k: int, tile: int, groups: int) -> int:
+        sums, block = 128 if self.tokens <= 2 else 512, self.warps_k
+        return WARPS * (self.slots * (block * tile + 8) + self.strips * sums + block * groups * 32 + 32 + 16)
+
+    def _smem_wide(self, n: int, k: int, tile: int, groups: int) -> int:
+        nb, rows = self.tokens // 8, self.warps_n * self.strips
+        slot = rows * self.warps_k * tile + self.warps_k * (nb * 2048 + groups * self.tokens * 4)
+        slot = ceil_div(slot, 128) * 128
+        sums = 0 if self.cluster * self.warps_k == 1 else self.warps_k * rows * nb * 512
+        one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= rows
+        ring = max(self.slots * slot, sums) if one_pass else self.slots * slot + sums
+        return ring + self.tokens * 4 + self.slots * (16 + self.warps_n * self.warps_k * 8)
 
 
 def _units(cluster: int, strips: int, sms: int) -> int:
-    # Clusters of four and more leave a few SMs of the larger GPCs idle: 32 of four, 16 of eight on 132 SMs.
-    return max(1, min(sms // cluster if cluster <= 2 else sms // (4 * cluster) * 4, strips))
+    # Not every GPC has a multiple of four SMs: 32 clusters of four or 16 of eight do not all fit with one block on an
+    # SM, and two blocks of one grid on an SM take twice as long as the others.
+    return max(1, min(sms // cluster if cluster <= 2 else sms // cluster - 2, strips))
 
 
 def _few(n: int, k: int, group: int, tokens: int, sms: int, cluster: int, warps_k: int | None = None) -> Config | None:
@@ -128,99 +147,95 @@ def _reg(n: int, k: int, group: int, tokens: int, sms: int, cluster: int = 1) ->
     return replace(config, slots=max(1, min(slots, share * ceil_div(depth, block))))
 
 
-def wgmma(
+def one(
     n: int,
     k: int,
     group: int,
     tokens: int,
     sms: int,
-    cluster: int,
-    warpgroups: int = 2,
-    warps_k: int = 1,
-    strips: int = 1,
-    phases: int = 1,
-    chunk: int = 4,
+    cluster: int = 1,
+    warps: int = 16,
+    warps_k: int = 16,
+    strips: int = 2,
+    chunk: int = 2,
 ) -> Config | None:
-    """A configuration on wgmma with as deep a ring as fits, or none when not even three chunks of a warp do."""
+    """A configuration in integers with as deep a ring as fits, or none when no two chunks of a warp do."""
     tiles = ceil_div(k, TILE_K)
-    if tiles < cluster * phases * warps_k or (warpgroups * 4) % (tokens // 8) or warpgroups % warps_k:
+    if tiles < cluster or warps % warps_k:
         return None
-    chunk = min(chunk, ceil_div(ceil_div(tiles, cluster * phases), warps_k))
+    chunk = min(chunk, ceil_div(ceil_div(tiles, cluster), warps_k))
     units = _units(cluster, ceil_div(n, TILE_N), sms)
-    config = Config(
-        "wgmma", tokens, units * cluster, cluster, strips, 0, warps_k,
-        warpgroups=warpgroups, phases=phases, chunk=chunk,
-    )  # fmt: skip
-    share = ceil_div(ceil_div(n, TILE_N), units)
-    each = ceil_div(share, config.per_pass) * strips * phases
-    each *= ceil_div(ceil_div(ceil_div(tiles, cluster * phases), warps_k), chunk)
-    room = SMEM if config.blocks_per_sm == 2 else common.SMEM_MAX - 1024
-    slots = (room - 128 - config.smem(n, k, group)) // (warpgroups * 4 * (chunk * int4_tile_bytes(group) + 8))
-    return replace(config, slots=min(slots, each, 16)) if slots >= min(3, each) else None
+    config = Config("one", tokens, units * cluster, cluster, strips, 0, warps_k, warps=warps, chunk=chunk)
+    each = ceil_div(ceil_div(ceil_div(n, TILE_N), units), config.per_pass)
+    each *= ceil_div(ceil_div(ceil_div(tiles, cluster), warps_k), chunk)
+    slots = (SMEM - 128 - config.smem(n, k, group)) // (warps * (strips * chunk * int4_tile_bytes(group) + 8))
+    return replace(config, slots=min(slots, each, 16)) if slots >= min(2, each) else None
 
 
-def _wgmma(n: int, k: int, group: int, tokens: int, sms: int) -> Config:
-    """The fewest blocks that split K with which x fits beside the ring and every warp has a strip."""
-    share = ceil_div(n, TILE_N) / sms
-    for cluster, phases in ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8), (8, 16), (4, 16), (1, 1), (1, 64)):
-        if cluster < 8 and share * cluster < 6 and ceil_div(k, TILE_K) >= 2 * cluster:
+def _one(n: int, k: int, group: int, tokens: int, sms: int) -> Config:
+    """Warps along K as long as that leaves a strip for every warp, the ring in chunks of two tiles where they fit."""
+    share = max(1.0, ceil_div(n, TILE_N) / sms)
+    for cluster, warps_k, chunk in itertools.product((1, 2, 4, 8), (4, 8, 16), (2, 1)):
+        if 16 // warps_k > share * cluster and warps_k < 16:
             continue
-        for chunk in (4, 2, 1):
-            found = wgmma(n, k, group, tokens, sms, cluster, phases=phases, chunk=chunk)
-            if found is not None:
-                return found
+        found = one(n, k, group, tokens, sms, cluster, 16, warps_k, 1, chunk)
+        if found is not None:
+            return found
     raise AssertionError(f"no configuration for {n} x {k}, {tokens} tokens")
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """What :func:`choose` is told about a shape that was measured."""
+def _wide(n: int, k: int, group: int, tokens: int, sms: int, cluster: int) -> Config | None:
+    strips, tiles = ceil_div(n, TILE_N), ceil_div(k, TILE_K)
+    units = _units(cluster, strips, sms)
+    if tiles < cluster:
+        return None
+    share = ceil_div(strips, units)
+    each = 1 if tokens > 32 or (tokens == 32 and group < 128) else 2  # as many strips as registers allow
+    passes = ceil_div(share, each * (WARPS - 1))
+    if cluster > 1 and passes > 1:
+        return None
+    warps_n = ceil_div(ceil_div(share, passes), each)
+    for warps_k in range(max(1, min((WARPS - 1) // warps_n, ceil_div(tiles, cluster))), 0, -1):
+        for slots in (6, 5, 4, 3, 2)[: 5 if warps_k == 1 else 4]:
+            config = Config("wide", tokens, units * cluster, cluster, each, slots, warps_k, warps_n=warps_n)
+            if config.smem(n, k, group) <= SMEM:
+                return config
+    return None
 
-    kind: str
-    cluster: int = 1
-    delay: int = 700
+
+def _bytes(config: Config, n: int, k: int) -> float:
+    """What one block of a wide kernel moves: weights, x (from L2), sums (through distributed shared memory)."""
+    units = config.grid // config.cluster
+    share = ceil_div(ceil_div(n, TILE_N), units)
+    passes = ceil_div(share, config.warps_n * config.strips)
+    depth = k / config.cluster
+    x = passes * depth * config.tokens * 2
+    sums = share * TILE_N * config.tokens * 4 if config.cluster > 1 else 0
+    return share * TILE_N * depth * 0.53 + 0.8 * x + sums
 
 
-TUNED: dict[tuple[int, int, int], Tuning] = {
-    # 8B: qkv, o, gate_up, down
-    (6144, 4096, 1): Tuning("few", delay=0),
-    (4096, 4096, 1): Tuning("few", delay=2000),
-    (28672, 4096, 1): Tuning("reg", delay=1400),
-    (4096, 14336, 1): Tuning("few"),
-    (6144, 4096, 8): Tuning("reg", delay=0),
-    (4096, 4096, 8): Tuning("reg", delay=2000),
-    (28672, 4096, 8): Tuning("reg", delay=0),
-    (4096, 14336, 8): Tuning("reg", 2, 0),
-    # 70B
-    (10240, 8192, 1): Tuning("few", delay=0),
-    (8192, 8192, 1): Tuning("few", delay=2000),
-    (57344, 8192, 1): Tuning("few"),
-    (8192, 28672, 1): Tuning("reg"),
-    (10240, 8192, 8): Tuning("reg", 2, 0),
-    (8192, 8192, 8): Tuning("reg", 2, 0),
-    (57344, 8192, 8): Tuning("reg", 1, 0),
-    (8192, 28672, 8): Tuning("reg", 2, 0),
-}
-"""(n, k, tokens) -> what was fastest in a whole layer (benchmarks/decode_linears.py --tune-layer)."""
+TUNED: dict[tuple[int, int, int], Config] = {key: Config(**values) for key, values in tuned_int4_sm90.TUNED.items()}
+"""(n, k, tokens) -> what was fastest in a whole layer on 132 multiprocessors, group 128."""
 
 
 @functools.cache
 def choose(n: int, k: int, group: int, tokens: int, sms: int = SMS) -> Config:
     """The configuration for an [n, k] weight and at most ``tokens`` tokens on ``sms`` multiprocessors."""
     bound = next(t for t in TOKENS if tokens <= t)
-    clusters = (1, 2, 4, 8)
-    tuned = TUNED.get((n, k, bound)) if sms == SMS else None
-    if bound > 4:
-        return _wgmma(n, k, group, bound, sms)
-    kind = tuned.kind if tuned else "few"
-    if kind == "reg":
-        config = _reg(n, k, group, bound, sms, tuned.cluster if tuned else 1)
-    else:
-        few = [c for cluster in clusters if (c := _few(n, k, group, bound, sms, cluster)) is not None]
-        # The fewest blocks that split K with which four stages, or all there are, fit beside x.
-        deep = [c for c in few if c.slots >= min(4, ceil_div(ceil_div(k, TILE_K), c.cluster * c.warps_k))]
-        config = deep[0] if deep else max(few, key=lambda c: c.slots)
-    return replace(config, delay=tuned.delay) if tuned else config
+    if sms == SMS and group == 128 and (n, k, bound) in TUNED:
+        return TUNED[n, k, bound]
+    if bound <= 2:
+        return _one(n, k, group, bound, sms)
+    if bound > 8:
+        # Clusters of four and eight read x less often and measured slower all the same (8B, 32 tokens).
+        options = [c for cluster in (1, 2) if (c := _wide(n, k, group, bound, sms, cluster)) is not None]
+        return min(options, key=lambda c: _bytes(c, n, k))
+    if bound == 8:  # every block's copy of x is traffic that counts, and x in registers is read once
+        return _reg(n, k, group, bound, sms, 2 if k >= 8192 and n <= 16 * sms * 5 else 1)
+    few = [c for cluster in (1, 2, 4, 8) if (c := _few(n, k, group, bound, sms, cluster)) is not None]
+    # The fewest blocks that split K with which four stages, or all there are, fit beside x.
+    deep = [c for c in few if c.slots >= min(4, ceil_div(ceil_div(k, TILE_K), c.cluster * c.warps_k))]
+    return deep[0] if deep else max(few, key=lambda c: c.slots)
 
 
 def kernel_of(
@@ -230,23 +245,32 @@ def kernel_of(
     smem = config.smem(n, k, group)
     constants = {"N": n, "K": k, "GROUP": group, "TOKENS": config.tokens}
     constants |= {"GRID": config.grid, "CLUSTER": config.cluster}
-    if config.kind == "wgmma":
-        constants |= {"WARPGROUPS": config.warpgroups, "WK": config.warps_k, "S": config.strips}
-        constants |= {"PHASES": config.phases, "CHUNK": config.chunk, "BLOCKS_PER_SM": config.blocks_per_sm}
+    if config.kind == "one":
+        constants |= {"WARPS": config.warps, "WK": config.warps_k, "S": config.strips, "CHUNK": config.chunk}
+    elif config.kind == "wide":
+        constants |= {"WN": config.warps_n, "WK": config.warps_k, "S": config.strips, "BLOCKS_PER_SM": 2, "LEAD": -1}
     else:
         constants |= {"WK" if config.kind == "few" else "BLOCK": config.warps_k}
-        constants |= {"PASS": config.strips, "LEAD": config.lead}
+        constants |= {"PASS": config.strips, "LEAD": -1}
     constants |= {"SLOTS": config.slots, "DELAY": config.delay, "SMEM": smem, "GAIN": int(gain)}
     constants |= common.flags(half, prologue, epilogue)
     shape = jit.Shape(config.grid, config.threads, smem, config.cluster)
     return jit.Kernel(SOURCES[config.kind], constants, "p" + common.SIGNATURE, shape)
 
 
-@functools.cache
 def kernel(
     n: int, k: int, group: int, tokens: int, half: bool, prologue: str, epilogue: str, sms: int, gain: bool = False
 ) -> jit.Kernel:
     """The kernel that runs this call; compiled at its first launch."""
+    return _kernel(
+        n, k, group, next((t for t in TOKENS if tokens <= t), TOKENS[-1]), half, prologue, epilogue, sms, gain
+    )
+
+
+@functools.cache
+def _kernel(
+    n: int, k: int, group: int, tokens: int, half: bool, prologue: str, epilogue: str, sms: int, gain: bool
+) -> jit.Kernel:
     return kernel_of(choose(n, k, group, tokens, sms), n, k, group, half, prologue, epilogue, gain)
 
 
@@ -292,7 +316,18 @@ def launch(
     gain: Tensor | None = None,
 ) -> Tensor:
     """The operator ``linear_int4`` on the current CUDA stream."""
-    tokens = next(t for t in TOKENS if x.numel() // k <= t)
-    sms = common.multiprocessors(x.device.index)
-    run = kernel(n, k, group, tokens, x.dtype == torch.float16, prologue, epilogue, sms, gain is not None)
-    return common.launch(run, x, packed, n, k, bias, residual, eps, scale, epilogue, scales=(gain,))
+    columns = n // 2 if "swiglu" in epilogue else n
+    tokens, most = x.numel() // k, TOKENS[-1]
+    sms, half = common.multiprocessors(x.device.index), x.dtype == torch.float16
+    if tokens <= most:
+        run = kernel(n, k, group, tokens, half, prologue, epilogue, sms, gain is not None)
+        return common.launch(run, x, packed, n, k, bias, residual, eps, scale, epilogue, scales=(gain,))
+    y = x.new_empty((*x.shape[:-1], columns))
+    rows, out = x.reshape(tokens, k), y.view(tokens, columns)
+    added = residual.reshape(tokens, columns) if residual is not None and "residual" in epilogue else None
+    for i in range(0, tokens, most):
+        run = kernel(n, k, group, min(most, tokens - i), half, prologue, epilogue, sms, gain is not None)
+        more = None if added is None else added[i : i + most]
+        part = rows[i : i + most]
+        common.launch(run, part, packed, n, k, bias, more, eps, scale, epilogue, out[i : i + most], scales=(gain,))
+    return y

@@ -28,12 +28,16 @@ SHAPES = bench.SMALL + bench.linears("8b")
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """All kernels at once, on all cores: one after another they would be most of the time."""
-    want = [(s, 128, False, t) for s in SHAPES for t in int4.TOKENS]
-    want += [(s, g, h, t) for s in bench.SMALL for g in (64, 32) for h in (False, True) for t in (1, 4, 8, 32, 64)]
-    want += [(s, 128, False, t) for s in bench.linears("70b") for t in (1, 8, 32)]
-    jit.warmup(
-        [int4.kernel(s.n, s.k, g, t, h, s.prologue, s.epilogue, int4.SMS) for s, g, h, t in want], progress=False
-    )
+    want = [(s, t, 128, torch.bfloat16) for s in SHAPES for t in int4.TOKENS]
+    want += [
+        (s, t, g, d)
+        for s in bench.SMALL
+        for g in (64, 32)
+        for d in (torch.bfloat16, torch.float16)
+        for t in (1, 4, 8, 32)
+    ]
+    want += [(s, t, 128, torch.bfloat16) for s in bench.linears("70b") for t in (1, 8, 32)]
+    jit.warmup([bench.kernel(*w) for w in want], progress=False)
 
 
 def identity(lin: bench.Linear) -> str:
@@ -132,7 +136,7 @@ def test_capture_before_the_first_launch():
     lin = bench.Linear("", 976, 640, "rms", "")
     packed = formats.pack_int4(bench.random_codes(lin.n, lin.k, 128))
     x = torch.randn(1, 640, device="cuda", dtype=torch.bfloat16)
-    int4.kernel.cache_clear()
+    int4._kernel.cache_clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = bench.ours(x, packed, lin, 128)

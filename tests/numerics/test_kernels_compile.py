@@ -1,5 +1,6 @@
 """Every CUDA kernel of the 8B and 70B sets compiles here, without a GPU, inside its budget; and the cache of cubins."""
 
+import io
 import subprocess
 import sys
 import threading
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from fu_compile.lowerings import linear_fp8_sm90, linear_int4_sm90
 
+from fu_compile import __main__ as cli
 from fu_compile import jit
 from fu_compile.errors import FuWarning, LoweringError
 
@@ -17,9 +19,6 @@ LLAMA_8B = SimpleNamespace(
 LLAMA_70B = SimpleNamespace(
     model_type="llama", hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672
 )
-SPILL = 32
-"""Bytes a thread may spill: a few values that live across the main loop and are not used in it. A spill inside the loop
-costs more: the smallest that was ever seen there was 92 bytes."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +49,16 @@ def budget(kernel: jit.Kernel) -> int:
     return 16384 // (32 * warps) // 8 * 8
 
 
+REG_SPILL = 36
+"""Bytes a thread of linear_int4_reg_sm90.cu may spill: values that wait while x is loaded. Nothing else spills."""
+
+
 def check(kernels: list[jit.Kernel]) -> None:
+    kernels = [k for k in kernels if k.source.startswith("linear")]  # attention: test_attention_compile.py
     jit.warmup(kernels, progress=False)
     for kernel in kernels:
         used = kernel.cubin.resources
-        assert used.spill_stores <= SPILL, (kernel.cubin.name, used)
+        assert used.spill_stores <= (REG_SPILL if "int4_reg" in kernel.source else 0), (kernel.cubin.name, used)
         assert used.registers <= budget(kernel), (kernel.cubin.name, used, budget(kernel))
 
 
@@ -98,7 +102,11 @@ def test_kernels_of_reads_the_configuration():
     qwen = SimpleNamespace(
         model_type="qwen2", hidden_size=896, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864
     )
-    kernels = jit.kernels_of(qwen, (1,))
+    every = jit.kernels_of(qwen, (1,))
+    kernels = every[:4]
+    assert {k.source for k in every[4:]} == {"attention_int4_sm90.cu"}
+    assert [k.constants["GAIN"] for k in kernels] == [1, 0, 1, 0]
+    assert [k.constants["GAIN"] for k in jit.kernels_of(qwen, (1,), half=True)[:4]] == [0, 0, 0, 0]
     assert [(k.constants["N"], k.constants["K"]) for k in kernels] == [
         (1152, 896), (896, 896), (9728, 896), (896, 4864)
     ]  # fmt: skip
@@ -179,6 +187,27 @@ def test_source_errors_say_what(tiny):
         jit.cubin("wrong.cu", {})
 
 
+def test_a_compiler_that_kept_the_kernel_is_asked_again(tiny, monkeypatch):
+    """NVRTC 13.0 on a machine with a GPU: the second process that compiles a kernel gets an empty log."""
+    import cuda.core
+
+    asked = []
+
+    class Keeps:
+        def __init__(self, text, kind, options):
+            asked.append(text)
+            self.program = real(text, kind, options)
+
+        def compile(self, target, logs):
+            return self.program.compile(target, logs=logs if len(asked) > 1 else io.StringIO())
+
+    real = cuda.core.Program
+    monkeypatch.setattr(cuda.core, "Program", Keeps)
+    assert jit.cubin(tiny, {"VALUE": 11}).resources.registers > 0
+    assert len(set(asked)) == 2
+    assert asked[1].startswith(asked[0])
+
+
 def test_log_without_a_report_is_an_error():
     with pytest.raises(LoweringError, match="register report"):
         jit.parse_log("ptxas info : nothing of interest")
@@ -189,3 +218,54 @@ def test_import_needs_nothing_of_cuda():
     missing = "; ".join(f"sys.modules[{n!r}] = None" for n in names)
     code = f"import sys; {missing}; import fu_compile.lowerings, fu_compile.jit"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture
+def folder_of_a_model(tmp_path):
+    """config.json of a model whose kernels compile in a moment."""
+    from transformers import LlamaConfig
+
+    tiny = LlamaConfig(
+        hidden_size=128, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1, dtype="bfloat16"
+    )
+    tiny.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_warmup_compiles_ahead_without_a_gpu(folder_of_a_model, folder, capsys):
+    assert cli.main(["warmup", folder_of_a_model, "--tokens", "1"]) == 0
+    printed = capsys.readouterr()
+    made = len(list(folder.glob("*.fu")))
+    assert made >= 5  # four linears and attention
+    assert f"{made} kernels compiled, 0 already" in printed.out
+    assert "kernels: 100%" in printed.err
+    jit._memory.clear()
+    assert cli.main(["warmup", folder_of_a_model, "--tokens", "1", "--quiet"]) == 0
+    printed = capsys.readouterr()
+    assert f"0 kernels compiled, {made} already" in printed.out
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (["--dtype", "float32"], "16-bit activations"),
+        (["--tokens", "0"], "--tokens 0"),
+        (["--tokens", "1,x"], "not a list of numbers"),
+        (["--tokens", "65"], "from 1 to 64"),
+        (["--group-size", "100"], "no group size 100"),
+    ],
+)
+def test_warmup_names_what_it_cannot_do(folder_of_a_model, folder, capsys, extra, says):
+    assert cli.main(["warmup", folder_of_a_model, *extra]) == 2
+    assert says in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_warmup_without_nvrtc_is_a_named_error(folder_of_a_model, folder, capsys, monkeypatch):
+    monkeypatch.setattr(jit, "unavailable", lambda: "the package cuda-core is not installed")
+    assert cli.main(["warmup", folder_of_a_model, "--quiet"]) == 2
+    printed = capsys.readouterr().err
+    assert "cuda-core is not installed" in printed
+    assert "linear_int4" in printed  # the kernel that was wanted
+    assert cli.main(["warmup", "no/such/folder"]) == 2

@@ -101,8 +101,8 @@ def test_a_gain_needs_a_norm_and_one_value_for_each_feature():
     for name in ("reference", "cpu"):
         with using(name):
             for prologue, length in (("", 128), ("rms", 127)):
+                args = (packed, 16, 128, 128, None, None, EPS, 1.0, prologue, "", torch.ones(length).bfloat16())
                 with pytest.raises(FormatError, match="gain"):
-                    args = (packed, 16, 128, 128, None, None, EPS, 1.0, prologue, "", torch.ones(length).bfloat16())
                     fu.linear_int4(torch.randn(1, 128).bfloat16(), *args)
 
 
