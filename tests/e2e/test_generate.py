@@ -234,7 +234,56 @@ def test_a_generator_of_ones_own(llama):
     for call in (functools.partial(llama.generate, **OURS), functools.partial(fu_compile.generate, llama)):
         got = call(ids, **more, generator=torch.Generator().manual_seed(11))
         assert torch.equal(got, want.sequences)
+    bound = functools.partial(fu_compile.generate, generator=torch.Generator().manual_seed(11))
+    assert torch.equal(llama.generate(ids, **more, custom_generate=bound), want.sequences)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_inference_mode_and_back(llama, eager, kind):
+    ids, mask = rows(3)
+    given = {"attention_mask": mask, "max_new_tokens": 6}
+    want = eager.generate(ids, **given)
+    with torch.inference_mode():
+        assert torch.equal(fu_compile.generate(llama, ids, **given, cache_implementation=kind), want)
+    assert torch.equal(fu_compile.generate(llama, ids, **given, cache_implementation=kind), want)
+
+
+def test_no_limit_worth_the_name(uncompiled, monkeypatch):
+    """Room for the tokens is made as they come, and a mask of a growing cache as well."""
+    monkeypatch.setattr(module, "ROOM", 2)
+    ids, mask = rows(3)
+    eos = ends(uncompiled, ids, mask)
+    given = {"attention_mask": mask, "max_new_tokens": 10**9, "eos_token_id": eos}
+    assert torch.equal(uncompiled.generate(ids, **given, **OURS), uncompiled.generate(ids, **given))
+
+
+def test_edges_of_a_prompt(uncompiled):
+    ids = prompt(1, 1)
+    assert torch.equal(
+        fu_compile.generate(uncompiled, ids, max_new_tokens=1), uncompiled.generate(ids, max_new_tokens=1)
+    )
+    assert torch.equal(fu_compile.generate(uncompiled, max_new_tokens=4), uncompiled.generate(max_new_tokens=4))
+    config = GenerationConfig(max_new_tokens=4, pad_token_id=0)
+    want = uncompiled.generate(ids, generation_config=config)
+    assert torch.equal(fu_compile.generate(uncompiled, ids, generation_config=config), want)
+
+
+def test_reminder_of_the_models_length(uncompiled):
+    """transformers reminds once of a text longer than max_position_embeddings; so do we."""
+    heard = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger = logging.getLogger("transformers.generation.stopping_criteria")
+    logger.addHandler(handler)
+    try:
+        uncompiled.config.max_position_embeddings = 10
+        fu_compile.generate(uncompiled, prompt(1, 8), max_new_tokens=2)
+        assert not [text for text in heard if "friendly reminder" in text]
+        fu_compile.generate(uncompiled, prompt(1, 8), max_new_tokens=6)
+        assert len([text for text in heard if "friendly reminder" in text]) == 1
+    finally:
+        logger.removeHandler(handler)
 
 
 # ---- code of others: processors, criteria, streamers -----------------------------------------------------------------
