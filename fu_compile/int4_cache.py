@@ -71,7 +71,7 @@ def calibrate_keys(model: nn.Module, input_ids: Iterable[Tensor]) -> KeyTables:
             for ids in input_ids:
                 cache = DynamicCache()
                 model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_kwarg(model): cache})
-                keys = [layer.keys for layer in cache.layers]
+                keys: list[Any] = [getattr(layer, "keys", None) for layer in cache.layers]
                 if any(not isinstance(k, Tensor) or k.dim() != 4 or k.shape[2] != ids.shape[1] for k in keys):
                     raise CacheMismatchError("a layer of this model keeps no keys [B, Hkv, S, D]", where="calibration")
                 totals = [k.to(torch.float64).sum((0, 2)) for k in keys]
@@ -159,18 +159,18 @@ class Int4Layer(StaticLayer):
         return sum(getattr(self, name).nbytes for name in names)
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         """[B, Hkv, max_cache_len, D] in the model's dtype, dequantised; zeros behind the last token. A new tensor."""
         return self._read("key_rows", "k_codes", "k_scales", self.key_mean, self.key_balance)
-
-    @property
-    def values(self) -> Tensor | None:
-        """As ``keys``."""
-        return self._read("value_rows", "v_codes", "v_scales", None, None)
 
     @keys.setter
     def keys(self, value: Tensor | None) -> None:
         self._assign("keys", value)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """As ``keys``."""
+        return self._read("value_rows", "v_codes", "v_scales", None, None)
 
     @values.setter
     def values(self, value: Tensor | None) -> None:
@@ -429,6 +429,8 @@ class Int4Cache(Cache):
         HeadDimError: an odd head_dim. CacheLengthError: max_cache_len or batch_size is not positive.
     """
 
+    layers: list[Any]
+
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -514,11 +516,13 @@ def tables_of(model: nn.Module, kv_heads: int, head_dim: int) -> KeyTables:
         CacheMismatchError: a layer has no k_proj of this size.
     """
     rotary = next((m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)), None)
-    inv_freq = None if rotary is None else rotary.inv_freq
+    inv_freq: Any = None if rotary is None else rotary.inv_freq
     found = []
     for name, module in model.named_modules():
         joined = getattr(module, "qkv_proj", None)
-        parts = [joined] if joined is not None else [getattr(module, p, None) for p in ("q_proj", "k_proj", "v_proj")]
+        parts: list[Any] = (
+            [joined] if joined is not None else [getattr(module, p, None) for p in ("q_proj", "k_proj", "v_proj")]
+        )
         if not all(isinstance(p, nn.Linear) for p in parts):
             continue
         weights, biases = [p.weight for p in parts], [p.bias for p in parts if p.bias is not None]
