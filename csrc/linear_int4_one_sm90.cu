@@ -217,12 +217,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (DELAY > 0) wait_clocks(DELAY);
         for (int i = 0; i < SLOTS; ++i) fill(i);
     }
-    if (GAIN && STAGED && lane < 16)  // a parameter: it depends on nothing
-        for (int i = warp; i < tiles.end - tiles.begin; i += WARPS) {
-            const int k = (tiles.begin + i) * 128 + 8 * lane;
-            const bool exists = K % 128 == 0 || k < K;
-            cp_async_16(smem + X + i * XTILE + GAINS + lane * 16, exists ? gain + k : gain, exists ? 16 : 0);
-        }
     __syncwarp();
 
     griddepcontrol_wait();
@@ -234,6 +228,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             for (int i = warp; i < count; i += WARPS) {
                 const bool exists = K % 128 == 0 || k + i * 128 < K;
                 cp_async_16(smem + X + i * XTILE + lane * 16, exists ? row + k + i * 128 : x, exists ? 16 : 0);
+            }
+        if (GAIN && STAGED && lane < 16)
+            for (int i = warp; i < tiles.end - tiles.begin; i += WARPS) {
+                const int k = (tiles.begin + i) * 128 + 8 * lane;
+                const bool exists = K % 128 == 0 || k < K;
+                cp_async_16(smem + X + i * XTILE + GAINS + lane * 16, exists ? gain + k : gain, exists ? 16 : 0);
             }
         cp_async_commit_group();
         cp_async_wait_group<0>();

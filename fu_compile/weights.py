@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import formats
 from .caches import version
+from .packed import Rows
 
 _NEVER = -1
 BLOCK = 1 << 22
@@ -45,6 +46,8 @@ class PackSpec:
     """Gate and up rows interleaved as ``formats.interleave_gate_up`` says."""
     n: int
     k: int
+    rows: Rows | None = None
+    """The one source is a block that was packed with the model, and these are the rows of it that the linear reads."""
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -57,6 +60,9 @@ class PackSpec:
         weights, biases = sources[:count], sources[count : count + len(self.biases)]
         gain = None if self.gain is None else sources[-1]
         bias = () if not biases else (torch.cat([b.detach() for b in biases]),)
+        if self.rows is not None:
+            act = (formats.fp8_state(weights[0].device),) if self.precision == "fp8" else ()
+            return (*self.rows.operands(weights[0].detach()), *act, *bias)
         return (*getattr(self, f"_pack_{self.precision}")(weights, gain), *bias)
 
     def _blocks(self, weights: Sequence[Tensor], gain: Tensor | None) -> Iterator[tuple[int, Tensor]]:
@@ -226,6 +232,12 @@ class Entry:
         return all(r() is s and version(s) == v for r, s, v in zip(self.sources, sources, self.versions, strict=True))
 
 
+def finish(tensors: Sequence[Tensor]) -> None:
+    """Waits until these are written: CUDA kernels read weights while the grid before still runs (decode_linear)."""
+    for device in {t.device for t in tensors if t.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
 class WeightStore:
     """All packed constants of the process."""
 
@@ -259,6 +271,7 @@ class WeightStore:
         # Outside inference mode: calls of either mode read the constants, and FP8 states are written to.
         with torch.inference_mode(False), torch.no_grad():
             entry = self._entries[full] = Entry(sources, make())
+        finish(entry.tensors)
         return entry.tensors
 
     def drop(self, sources: Sequence[Tensor]) -> None:

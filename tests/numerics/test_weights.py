@@ -82,3 +82,22 @@ def test_tables_stand_on_the_device_of_the_call():
     mean, balance = _tables(plain, (7, torch.empty(1, 5, device="meta")))
     assert mean.device.type == balance.device.type == "meta"
     assert mean.shape == balance.shape == (2, 16)
+
+
+def test_packed_constants_are_finished_before_anyone_gets_them(monkeypatch):
+    """Our kernels start before the work in front of them is done and read weights at once."""
+    waited = []
+
+    class Stream:
+        def synchronize(self):
+            waited.append("done")
+
+    class OnGpu:
+        device, is_cuda, nbytes = torch.device("cuda", 0), True, 4
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    p = torch.nn.Parameter(torch.randn(3))
+    store = WeightStore()
+    for _ in range(2):
+        store.get(("k",), (p,), lambda: (OnGpu(), OnGpu()))
+    assert waited == ["done"]  # once, when it was packed
