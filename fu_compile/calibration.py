@@ -47,6 +47,8 @@ LENGTH = 2048
 
 _SCORES = 1 << 23
 """Attention scores held at a time: 32 MB in float32."""
+_QUERIES = 256
+"""Queries at a time at most: the shorter the block, the less of a causal mask is computed in vain."""
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -402,21 +404,29 @@ def _attention(
     received = torch.zeros(slots, dtype=torch.float32, device=query.device)
     q = query[0].unflatten(0, (kv_heads, -1)).to(torch.float32)
     kt = key[0].to(torch.float32).transpose(-1, -2)[:, None]
-    step = max(1, _SCORES // (heads * slots))
+    mask = None if attention_mask is None else attention_mask[0, :, :, :slots]
+    step = max(1, min(_QUERIES, _SCORES // (heads * slots)))
     for first in range(0, tokens, step):
         rows = slice(first, min(first + step, tokens))
-        scores = (q[:, :, rows] @ kt).mul_(scale)
+        end = slots if mask is None else _visible(mask[:, rows], rows.stop)
+        scores = (q[:, :, rows] @ kt[..., :end]).mul_(scale)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        if attention_mask is not None:
-            scores += attention_mask[0, :, rows, :slots][:, None]
+        if mask is not None:
+            scores += mask[:, None, rows, :end]
         p = scores.softmax(-1)
-        out[0, rows] = (p.to(value.dtype) @ value[0][:, None]).flatten(0, 1).transpose(0, 1)
-        received += p.square_().sum((0, 1, 2))
+        out[0, rows] = (p.to(value.dtype) @ value[0, :, None, :end]).flatten(0, 1).transpose(0, 1)
+        received[:end] += p.square_().sum((0, 1, 2))
     collector = _COLLECTING.get()
     if collector is not None:
         collector.attention(module, received, kv_heads * value.shape[-1])
     return out, None
+
+
+def _visible(mask: Tensor, end: int) -> int:
+    """``end`` if no row of the mask sees a slot from there on (causal), else all slots."""
+    hidden = mask.shape[-1] <= end or float(mask[..., end:].amax()) < torch.finfo(mask.dtype).min / 2
+    return min(end, mask.shape[-1]) if hidden else mask.shape[-1]
 
 
 @contextmanager

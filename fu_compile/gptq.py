@@ -168,9 +168,10 @@ def _blocks(
             notes: list[str] = []
             if rows is not None and i <= last_open:
                 walk = Walk(model, rows) if walk is None else walk
-                parts = _observe(model, walk, i, name, linears if found is None else {}, choices, notes)
+                full = any(c.method == "gptq" for c in choices.values())
+                parts, notes = observe(model, walk, i, name, linears if found is None else {}, full)
             if found is None:
-                found = _quantize_block(name, linears, choices, parts, damping, refit, notes)
+                found = quantize_block(name, linears, choices, parts, damping, refit, notes)
                 if store is not None:
                     store.save(i, found)
             del parts
@@ -180,28 +181,50 @@ def _blocks(
             yield found
 
 
-def _observe(
-    model: nn.Module,
-    walk: Walk,
-    index: int,
-    name: str,
-    linears: dict[str, nn.Linear],
-    choices: dict[str, Choice],
-    notes: list[str],
-) -> dict[str, list[Part]]:
-    """Moves all sequences through one block; full name -> rows and second moments of its linears."""
+def block_linears(model: nn.Module, lm_head: bool = False) -> dict[str, dict[str, nn.Linear]]:
+    """Block name -> full name -> linear, of all decoder layers and, if asked for, of the output head as a last block.
+
+    Raises:
+        NoLlamaBlockError: there is no list of decoder layers.
+    """
+    _, prefix, layers = decoder_layers(model)
+    found = {
+        f"{prefix}.{i}": {f"{prefix}.{i}.{name}": m for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
+        for i, layer in enumerate(layers)
+    }
+    if lm_head:
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        found |= {n: {n: m} for n, m in model.named_modules() if m is head and isinstance(m, nn.Linear)}
+    return found
+
+
+def observe(
+    model: nn.Module, walk: Walk, index: int, block: str, linears: dict[str, nn.Linear], full: bool
+) -> tuple[dict[str, list[Part]], list[str]]:
+    """Moves all sequences through one block of :func:`block_linears`.
+
+    Args:
+        model: the float model.
+        walk: its hidden states in front of this block.
+        index: number of the block; the output head follows the last layer.
+        block: its name.
+        linears: full name -> linear whose inputs are wanted.
+        full: whole second moments, not only the diagonal.
+
+    Returns:
+        Full name -> rows of the weight and the second moments that apply to them; and notes.
+    """
     decoder, _, layers = decoder_layers(model)
-    full = any(choices[n].method == "gptq" for n in linears)
     if index == len(layers):
         norm = next((m for n, m in decoder.named_children() if n in ("norm", "final_layernorm")), nn.Identity())
         moments = Moments(model, linears, full)
         if linears:
             walk.head(norm, moments, next(iter(linears.values())))
-        return moments.parts()
-    moments = Moments(layers[index], {n.removeprefix(name + "."): m for n, m in linears.items()}, full)
+        return moments.parts(), []
+    moments = Moments(layers[index], {n.removeprefix(block + "."): m for n, m in linears.items()}, full)
     walk.step(index, moments if linears else None)
-    notes += [f"{name}.{n}: its attention was not seen, inputs count equally" for n in moments.unweighted]
-    return {f"{name}.{n}": p for n, p in moments.parts().items()}
+    notes = [f"{block}.{n}: its attention was not seen, inputs count equally" for n in moments.unweighted]
+    return {f"{block}.{n}": p for n, p in moments.parts().items()}, notes
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -258,19 +281,11 @@ def _plan(
     model: nn.Module, default: Choice, overrides: list[tuple[str, Choice | None]], lm_head: bool
 ) -> dict[str, dict[str, Choice]]:
     """Block name -> full name of each linear to quantise -> how."""
-    _, prefix, layers = decoder_layers(model)
-    blocks: dict[str, list[str]] = {}
-    for i, layer in enumerate(layers):
-        name = f"{prefix}.{i}"
-        blocks[name] = [f"{name}.{n}" for n, m in layer.named_modules() if isinstance(m, nn.Linear)]
-    if lm_head:
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        blocks |= {n: [n] for n, m in model.named_modules() if m is head and isinstance(m, nn.Linear)}
     plan: dict[str, dict[str, Choice]] = {}
-    for block, names in blocks.items():
+    for block, linears in block_linears(model, lm_head).items():
         plan[block] = {}
-        for name in names:
-            weight = _linear(model, name).weight
+        for name, linear in linears.items():
+            weight = linear.weight
             choice = next((c for pattern, c in overrides if fnmatchcase(name, pattern)), default)
             if choice is None:
                 continue
@@ -284,21 +299,34 @@ def _plan(
 
 
 @torch.no_grad()
-def _quantize_block(
+def quantize_block(
     block: str,
     linears: dict[str, nn.Linear],
     choices: dict[str, Choice],
     parts: dict[str, list[Part]],
-    damping: float,
-    refit: bool,
-    notes: list[str],
+    damping: float = 0.01,
+    refit: bool = True,
+    notes: Iterable[str] = (),
 ) -> Block:
+    """Codes of one block's linears.
+
+    Args:
+        block: its name.
+        linears: full name -> linear.
+        choices: full name -> how.
+        parts: what :func:`observe` found; empty: without calibration.
+        damping: as in :func:`quantize_blocks`.
+        refit: as in :func:`quantize_blocks`.
+        notes: for the result, in front of its own.
+    """
+    notes = list(notes)
     # Rows with the same moments and the same choice are quantised together: one factorisation, longer columns.
-    jobs: dict[tuple[int, Choice], list[tuple[str, slice, Tensor | None]]] = {}
+    jobs: dict[tuple[int | str, Choice], list[tuple[str, slice, Tensor | None]]] = {}
     for name, linear in linears.items():
         whole: list[tuple[slice, Tensor | None]] = [(slice(0, linear.weight.shape[0]), None)]
         for rows, moments in parts.get(name) or whole:
-            jobs.setdefault((id(moments), choices[name]), []).append((name, rows, moments))
+            together = name if moments is None else id(moments)
+            jobs.setdefault((together, choices[name]), []).append((name, rows, moments))
         if parts and name not in parts:
             notes.append(f"{name}: the calibration text never reached it; rounded to nearest")
     pieces: dict[str, list[tuple[int, Int4Codes]]] = {name: [] for name in linears}

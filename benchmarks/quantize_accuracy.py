@@ -1,0 +1,226 @@
+"""What INT4 weights cost in perplexity, by method, group size and grid, and how long GPTQ takes.
+
+    python benchmarks/quantize_accuracy.py                     # SmolLM2-135M-Instruct, about half an hour on two cores
+    python benchmarks/quantize_accuracy.py --samples 2 --length 512 --windows 14 56       # a quick look, no bars
+
+Protocol of docs/numerics.md: WikiText-2 raw; calibration on its validation split, perplexity on its test split, windows
+of 2048 tokens. All seven linears of every decoder layer are quantised; embedding and head stay float32. The weights
+that the codes stand for replace the model's own (exact fake quantisation), so no kernel takes part.
+
+All variants share one pass of the calibration text through the float model; its time counts for each GPTQ variant.
+
+Prints a table with bars and writes ``benchmarks/results/quantize-accuracy-<date>-<commit>.json``. Exit code 1: a bar
+was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from fu_compile import evaluate, models
+from fu_compile.calibration import LENGTH, SAMPLES, Walk, as_rows, token_batches
+from fu_compile.formats import dequantize_int4
+from fu_compile.gptq import Choice, block_linears, observe, quantize_block
+
+ROOT = Path(__file__).resolve().parents[1]
+MINUTES = 15.0
+"""Bar of GPTQ over all layers, calibration pass included, on two cores."""
+
+
+@dataclass
+class Variant:
+    """One way to make codes, and what came out."""
+
+    name: str
+    choice: Choice
+    calibrated: bool
+    bar: float | None = None
+    """Most perplexity that it may add."""
+    nll: list[float] = field(default_factory=list)
+    difference: float = 0.0
+    standard_error: float | None = None
+    perplexity: float = 0.0
+    added: float = 0.0
+    seconds: float = 0.0
+    """Of quantising, without the calibration pass."""
+    error: float = 0.0
+    """Mean over all linears of the relative output error that was minimised."""
+
+
+def variants() -> list[Variant]:
+    """In the order of the table."""
+    return [
+        Variant("RTN", Choice("rtn", 128, "sym8"), False, 5.2),
+        Variant("RTN, calibrated ranges", Choice("rtn", 128, "asym"), True, 4.2),
+        Variant("GPTQ", Choice("gptq", 128, "asym"), True, 1.3),
+        Variant("GPTQ", Choice("gptq", 64, "asym"), True, 1.0),
+        Variant("GPTQ", Choice("gptq", 64, "sym8"), True),
+    ]
+
+
+def quantise(model: Any, rows: list[torch.Tensor], found: list[Variant]) -> tuple[list[dict[str, Any]], float]:
+    """Codes of every variant by full name, and the seconds of the calibration pass."""
+    codes: list[dict[str, Any]] = [{} for _ in found]
+    errors: list[list[float]] = [[] for _ in found]
+    blocks = block_linears(model)
+    start = time.perf_counter()
+    walk = Walk(model, rows)
+    passing = time.perf_counter() - start
+    for index, (block, linears) in enumerate(tqdm(blocks.items(), desc="quantising", unit="block")):
+        start = time.perf_counter()
+        parts, _ = observe(model, walk, index, block, linears, full=True)
+        passing += time.perf_counter() - start
+        for i, v in enumerate(found):
+            start = time.perf_counter()
+            done = quantize_block(block, linears, dict.fromkeys(linears, v.choice), parts if v.calibrated else {})
+            v.seconds += time.perf_counter() - start
+            codes[i] |= done.layers
+            errors[i] += done.errors.values()
+    for v, e in zip(found, errors, strict=True):
+        v.error = statistics.fmean(e)
+    return codes, passing
+
+
+def score(model: Any, batch: torch.Tensor, codes: dict[str, Any]) -> list[float]:
+    """NLL of each window with these codes' weights in the model, which is then as it was."""
+    before = {n: model.get_submodule(n).weight.detach().clone() for n in codes}
+    with torch.no_grad():
+        try:
+            for name, q in codes.items():
+                model.get_submodule(name).weight.copy_(dequantize_int4(q))
+            return evaluate.score_prefill(model, batch)
+        finally:
+            for name, weight in before.items():
+                model.get_submodule(name).weight.copy_(weight)
+
+
+def table(found: list[Variant], eager: float, passing: float, title: str) -> Any:
+    """A ``rich`` table."""
+    from rich.table import Table
+
+    out = Table(title=title, title_justify="left")
+    out.add_column("method")
+    out.add_column("grid")
+    for head in ("group", "added perplexity", "bar", "NLL - eager (± s.e.)", "seconds"):
+        out.add_column(head, justify="right")
+    out.add_row("float32", "", "", f"({eager:.3f})", "", "", "")
+    for v in found:
+        spread = "" if v.standard_error is None else f" ± {v.standard_error:.4f}"
+        seconds = v.seconds + (passing if v.calibrated else 0.0)
+        bar = "" if v.bar is None else f"{v.bar} {'ok' if v.added <= v.bar else 'MISSED'}"
+        out.add_row(
+            v.name,
+            v.choice.grid,
+            str(v.choice.group_size),
+            f"{v.added:+.2f}",
+            bar,
+            f"{v.difference:+.4f}{spread}",
+            f"{seconds:.0f}",
+        )
+    return out
+
+
+def commit() -> str:
+    """Short hash of the checkout, with a mark if the package differs from it."""
+    out = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return out.stdout.strip() or "unknown"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Quantises, scores, prints, writes; 1 where a bar was missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="folder, hub id or smollm2 (the bars are for this one)")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="calibration sequences")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens per sequence and per window")
+    parser.add_argument("--windows", type=int, nargs="+", default=list(evaluate.GATE_WINDOWS))
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the JSON file")
+    args = parser.parse_args(argv)
+    protocol = (args.model, args.samples, args.length, tuple(args.windows))
+    is_protocol = protocol == ("smollm2", SAMPLES, LENGTH, evaluate.GATE_WINDOWS)
+
+    at = commit()
+    model, tokenizer = models.load(args.model, torch.float32)
+    text, _ = evaluate.cut(evaluate.encode(tokenizer, evaluate.wikitext("test")[0]), args.windows, args.length)
+    rows = as_rows(
+        token_batches([evaluate.wikitext("valid")[0]], tokenizer, samples=args.samples, length=args.length),
+        model.config.vocab_size,
+    )
+    found = variants()
+    load = os.getloadavg()[0]
+    codes, passing = quantise(model, rows, found)
+    eager: list[float] = []
+    for v, chosen in tqdm([(None, {}), *zip(found, codes, strict=True)], desc="scoring", unit="variant"):
+        nll = score(model, text, chosen)
+        if v is None:
+            eager = nll
+            base = math.exp(statistics.fmean(eager))
+            continue
+        v.nll = nll
+        deltas = [a - b for a, b in zip(nll, eager, strict=True)]
+        v.difference = statistics.fmean(deltas)
+        v.standard_error = statistics.stdev(deltas) / math.sqrt(len(deltas)) if len(deltas) > 1 else None
+        v.perplexity = math.exp(statistics.fmean(nll))
+        v.added = v.perplexity - base
+
+    from rich.console import Console
+
+    title = (
+        f"INT4 weights, {args.model}, float32, WikiText-2 raw: windows {', '.join(map(str, args.windows))} of test,"
+        f" calibrated on {args.samples} x {args.length} tokens of valid\n"
+        f"calibration pass {passing:.0f} s (in the seconds of every calibrated variant),"
+        f" {torch.get_num_threads()} threads"
+    )
+    Console(width=130).print(table(found, base, passing, title))
+    slowest = max((v.seconds + passing) / 60 for v in found if v.choice.method == "gptq")
+    missed = [v.name for v in found if v.bar is not None and v.added > v.bar]
+    missed += [f"GPTQ took {slowest:.1f} minutes"] if slowest > MINUTES else []
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    content = {
+        "date": date,
+        "commit": at,
+        "machine": {
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "load at start": load,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "model": args.model,
+        "windows": args.windows,
+        "length": args.length,
+        "samples": args.samples,
+        "eager": {"nll": eager, "perplexity": base},
+        "calibration pass, seconds": passing,
+        "GPTQ, slowest, minutes": slowest,
+        "variants": [asdict(v) for v in found],
+        "missed": missed if is_protocol else None,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"quantize-accuracy-{date}-{at}.json"
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    print(f"wrote {path}")
+    if is_protocol and missed:
+        print(f"missed: {', '.join(missed)}")
+    return int(is_protocol and bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
