@@ -40,6 +40,7 @@ from .errors import (
 )
 from .lowerings import choose, using
 from .options import Options
+from .passes.packed_linear import rows_of
 from .report import GraphReport, ModelReport, memory_of, new_record, store_of, unwrap
 from .runtime import CompiledGraph, Signature, Size
 
@@ -191,10 +192,15 @@ def keep_kv(captured: Captured, example_inputs: Sequence[Any]) -> dict[str, str]
 
     kept = {}
     parameters: dict[str, Any] = {i.name: example_inputs[i.index] for i in captured.inputs if i.kind == "parameter"}
+    blocks = {i.name: example_inputs[i.index] for i in captured.inputs}
     for node in captured.gm.graph.nodes:
         if ops.name_of(node.target) != "qkv":
             continue
         weights, biases = ([parameters.get(n.name, n) for n in nodes] for nodes in node.args[1:3])
+        for at, (w, rows) in enumerate(zip(node.args[1], map(rows_of, node.args[1]), strict=True)):
+            block = None if rows is None else blocks[w.args[0].name]
+            if rows is not None and isinstance(block, Tensor) and not block.is_meta:
+                weights[at] = rows.dense(block)
         norm = None if node.args[4] is None else parameters.get(node.args[4].name)
         if all(isinstance(t, Tensor) and not t.is_meta for t in (*weights, *biases)):
             reason = key_risk(weights, biases, norm, node.args[-3:])

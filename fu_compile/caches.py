@@ -22,6 +22,7 @@ from . import formats, ops
 from .errors import CacheLengthError, CacheMismatchError, through_dynamo
 
 if TYPE_CHECKING:
+    from .packed import Rows
     from .passes import Context
 
 
@@ -45,15 +46,22 @@ class KVSpec:
     inv_freq: int | None
     heads: tuple[int, int, int]
     """Query heads, key/value heads, head_dim."""
+    rows: tuple[Rows | None, ...] = ()
+    """For each weight: the rows of it that count, where it is a packed block; empty: no weight is packed."""
 
     @classmethod
     def of(
         cls, ctx: Context, layer: str, keys: fx.Node, values: fx.Node, position: fx.Node, created: bool, rope: fx.Node
     ) -> KVSpec:
         """The spec of a layer whose cache nodes, positions and ``qkv_rope`` node these are."""
-        raw = rope.args[0]
-        weights, biases, k_norm = raw.args[1], raw.args[2], rope.args[4]
-        known = all(ctx.is_parameter(p) for p in (*weights, *biases))
+        from .passes.packed_linear import rows_of
+
+        weights, biases = projections(rope.args[0])
+        k_norm = rope.args[4]
+        rows = [rows_of(w) for w in weights]
+        weights = [w if r is None else w.args[0] for w, r in zip(weights, rows, strict=True)]
+        known = all(r or ctx.is_parameter(w) for w, r in zip(weights, rows, strict=True))
+        known = known and all(ctx.is_parameter(b) for b in biases)
         if created:
             output = next(n for n in reversed(keys.graph.nodes) if n.op == "output").args[0]
             where = [next(i for i, n in enumerate(output) if n is node) for node in (keys, values)]
@@ -68,10 +76,19 @@ class KVSpec:
             created=created,
             weights=tuple(ctx.index(w) for w in weights) if known else (),
             biases=tuple(ctx.index(b) for b in biases) if known else (),
+            rows=tuple(rows) if known and any(rows) else (),
             key_norm=ctx.index(k_norm) if k_norm is not None and ctx.is_parameter(k_norm) else None,
             inv_freq=inv_freq,
             heads=tuple(rope.args[-3:]),
         )
+
+
+def projections(raw: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Weights and biases behind a fused q/k/v projection, or behind the concatenation of three."""
+    if raw.target is torch.ops.aten.cat.default:
+        parts = [projections(p) for p in raw.args[0]]  # type: ignore[union-attr]
+        return [w for ws, _ in parts for w in ws], [b for _, bs in parts for b in bs]
+    return list(raw.args[1]), list(raw.args[2])  # type: ignore[arg-type]
 
 
 def length_input(ctx: Context, position: fx.Node) -> int | None:

@@ -85,6 +85,13 @@ SCHEMAS: dict[str, str] = {
     # are in formats.interleave_gate_up order. gain: [K] in x's dtype, only with "rms": what is multiplied is x * gain
     # rounded to x's dtype, the operand of a tensor core; 1 / sqrt(mean(x^2) + eps) comes after, in float32.
     "linear_int4": f"(Tensor x, Tensor packed, int n, int k, int group, {_EPILOGUE}, Tensor? gain=None) -> Tensor",
+    # ---- packed models ----------------------------------------------------------------------------------------
+    # packed: [bytes] u8, a block of fu_compile.packed.  The rows first .. first+rows-1, dequantised: [rows, k] dtype.
+    # Stands in a graph for the weight of an aten.linear until the passes give the packed bytes to a fused linear.
+    "packed_weight": (
+        "(Tensor packed, str precision, int n, int k, int group, bool paired, int first, int rows, ScalarType dtype)"
+        " -> Tensor"
+    ),
     # ---- fused: attention -------------------------------------------------------------------------------------
     # qkv: [B, S, (Hq + 2 Hkv) * D] -> q: [B, Hq, S, D], k, v: [B, Hkv, S, D]; q/k norm, then RoPE, in float32
     "qkv_rope": f"(Tensor qkv, Tensor cos, Tensor sin, {_NORMS}, {_HEADS}) -> (Tensor, Tensor, Tensor)",
@@ -221,6 +228,9 @@ FAKES: dict[str, Callable[..., Any]] = {
     ),
     "linear_int4": lambda x, packed, n, k, group, bias, residual, eps, scale, prologue, epilogue, gain=None: _out(
         x, n, epilogue
+    ),
+    "packed_weight": lambda packed, precision, n, k, group, paired, first, rows, dtype: packed.new_empty(
+        (rows, k), dtype=dtype
     ),
     "qkv_rope": lambda qkv, cos, sin, q_norm, k_norm, eps, q_heads, kv_heads, head_dim: _heads(
         qkv, q_heads, kv_heads, head_dim

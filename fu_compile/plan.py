@@ -6,6 +6,7 @@ Made once per graph, before any rewrite; printed in the report; every part can b
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import fx
@@ -37,7 +38,7 @@ class Decision:
     batch: Choice
     query_length: Choice
     weights: Choice
-    """Precision of the linears of the decoder layers."""
+    """Precision of the linears of the decoder layers; ``packed``: they came packed (fu_compile.quantize)."""
     activations: Choice
     cache: Choice
     """``int4``, ``model`` (the cache stays as the model made it) or ``none``."""
@@ -57,6 +58,8 @@ class Decision:
     def precision(self, name: str) -> Choice:
         """Precision of the linear with this module path (``model.layers.0.mlp.gate_proj``)."""
         base = self.weights if in_decoder_layer(name) else self.lm_head
+        if base.value == "packed":
+            base = Choice("exact", "fu_compile.quantize left it as it is")
         chosen = self.options.precision_for(name, base.value)
         return base if chosen == base.value else Choice(chosen, f"option overrides: {name}")
 
@@ -96,11 +99,16 @@ def decide(gm: fx.GraphModule, options: Options) -> Decision:
 
     option = "decode" if phase.value == "decode" else "prefill"
     weights = Choice(getattr(options, option), f"option {option}")
+    packed = Counter(n.args[1] for n in gm.graph.nodes if ops.name_of(n.target) == "packed_weight")
+    if packed:
+        have = " and ".join(f"{count} linears {precision}" for precision, count in sorted(packed.items()))
+        weights = Choice("packed", f"packed with the model: {have}; other linears keep the model's dtype")
     activations = {
         "exact": Choice("model", "exact: the model's own dtype and roundings"),
         "bf16": Choice("16 bit", "16-bit weights"),
         "fp8": Choice("fp8", f"e4m3 with power-of-two scales, fp8_scaling={options.fp8_scaling}"),
         "int4": Choice("16 bit", "INT4 weights are dequantised into 16-bit MMA operands"),
+        "packed": Choice("16 bit", "packed INT4 weights are dequantised into 16-bit operands, in prefill too"),
     }[weights.value]
 
     if not caches:

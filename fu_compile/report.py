@@ -119,6 +119,7 @@ _OPERATORS: dict[str, tuple[tuple[str, str], ...]] = {
     "kv_update": (("cache", "int4"),),
     "kv_round": (("cache", "int4"),),
     "kv_dequantize": (("cache", "int4"),),
+    "packed_weight": (),  # by the path of its projection
 }
 """Operator -> the pieces it runs and their format; an empty format means: as the projection beside it."""
 
@@ -747,6 +748,8 @@ def layer_map(graph: GraphReport) -> dict[str, dict[str, Cell]]:
 
 
 def _pieces_of(path: str, name: str, detail: str) -> list[tuple[str, str]]:
+    if name == "packed_weight":
+        return [(_piece_of_path(path), "exact")]
     if name not in _LINEAR:
         return list(_OPERATORS.get(name, ()))
     fused = [_FUSED_PIECES[word] for word in re.findall(r"[a-z]+", detail) if word in _FUSED_PIECES]

@@ -96,6 +96,7 @@ class Binding:
                     len(spec.weights),
                     len(spec.biases),
                     spec.gain is None,
+                    spec.rows,
                 )
                 self.constants += STORE.get(key, found, lambda spec=spec, found=found: spec.pack(found))  # type: ignore[misc]
                 bar.update(spec.n * spec.k)
@@ -127,7 +128,9 @@ class Binding:
 
 
 def _tables(spec: KVSpec, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    weights, biases = ([args[i] for i in indices] for indices in (spec.weights, spec.biases))
+    sources, biases = ([args[i] for i in indices] for indices in (spec.weights, spec.biases))
+    rows = spec.rows or (None,) * len(sources)
+    weights = [w if r is None else r.dense(w) for w, r in zip(sources, rows, strict=True)]
     norm = None if spec.key_norm is None else args[spec.key_norm]
     reason = key_risk(weights, biases, norm, spec.heads)
     if reason:  # the graph was made for other weights, of this model or of another of its kind
@@ -141,7 +144,9 @@ def _tables(spec: KVSpec, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
         return formats.kv_tables(spec.heads[1], spec.heads[2], device)
     inv_freq = None if spec.inv_freq is None else args[spec.inv_freq]
     return STORE.get(  # type: ignore[return-value]
-        ("tables", spec.heads), [*weights, *biases], lambda: key_tables(spec.heads, weights, biases, inv_freq)
+        ("tables", spec.heads, spec.rows),
+        [*sources, *biases],
+        lambda: key_tables(spec.heads, weights, biases, inv_freq),
     )
 
 

@@ -65,7 +65,7 @@ class PackSpec:
             return (*self.rows.operands(weights[0].detach()), *act, *bias)
         return (*getattr(self, f"_pack_{self.precision}")(weights, gain), *bias)
 
-    def _blocks(self, weights: Sequence[Tensor], gain: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+    def blocks(self, weights: Sequence[Tensor], gain: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
         """(first row, float32 rows) of the joined, interleaved and folded weight."""
         order = formats.interleave_gate_up(self.n).to(weights[0].device) if self.interleave else None
         starts = [0]
@@ -91,7 +91,7 @@ class PackSpec:
         like = weights[0]
         dtype = like.dtype if like.dtype == torch.float16 else torch.bfloat16
         packed = torch.empty(self.n, self.k, dtype=dtype, device=like.device)
-        for first, rows in self._blocks(weights, gain):
+        for first, rows in self.blocks(weights, gain):
             packed[first : first + rows.shape[0]] = rows
         return (packed,)
 
@@ -99,7 +99,7 @@ class PackSpec:
         device = weights[0].device
         packed = torch.empty(self.n, self.k, dtype=torch.float8_e4m3fn, device=device)
         scales = torch.empty(self.n, dtype=torch.float32, device=device)
-        for first, rows in self._blocks(weights, gain):
+        for first, rows in self.blocks(weights, gain):
             here = slice(first, first + rows.shape[0])
             packed[here], scales[here] = formats.quantize_fp8(rows)
         return packed, scales, formats.fp8_state().to(device)
@@ -109,7 +109,7 @@ class PackSpec:
             formats.int4_bytes(self.n, self.k, self.group), dtype=torch.uint8, device=weights[0].device
         )
         strip = formats.int4_bytes(16, self.k, self.group)
-        for first, rows in self._blocks(weights, gain):
+        for first, rows in self.blocks(weights, gain):
             block = formats.pack_int4(formats.quantize_int4(rows, self.group))
             packed[first // 16 * strip :][: block.numel()] = block
         return (packed,)

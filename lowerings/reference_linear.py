@@ -18,6 +18,7 @@ from torch import Tensor
 from fu_compile import formats
 from fu_compile.errors import FormatError
 from fu_compile.ops import EPILOGUE_ORDER
+from fu_compile.packed import Rows
 
 _PROLOGUES = ("", "rms")
 _EPILOGUES = {
@@ -189,7 +190,15 @@ def linear_fp8(
     return finish(y, steps, bias, residual, scale).to(x.dtype)
 
 
+def packed_weight(
+    packed: Tensor, precision: str, n: int, k: int, group: int, paired: bool, first: int, rows: int, dtype: torch.dtype
+) -> Tensor:
+    """packed: a block of fu_compile.packed -> [rows, k] in ``dtype``, new memory at every call."""
+    return Rows(precision, n, k, group, paired, first, rows).dense(packed).to(dtype)
+
+
 LAUNCH = {
+    "packed_weight": packed_weight,
     "linear_exact": linear_exact,
     "linear_bf16": linear_bf16,
     "linear_fp8": linear_fp8,

@@ -24,7 +24,7 @@ from ..capture import Input, drop_dead
 if TYPE_CHECKING:
     from ..plan import Decision
 
-RECOGNISE = ("rms_norm", "rotary", "swiglu", "kv_write", "attention", "qkv", "residual")
+RECOGNISE = ("packed_linear", "rms_norm", "rotary", "swiglu", "kv_write", "attention", "qkv", "residual")
 REWRITE = (
     "last_logits",
     "fuse_prologue",

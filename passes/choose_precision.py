@@ -4,7 +4,8 @@ Before -> after: the graph is unchanged; ``ctx.data["choose_precision"]`` maps e
 ``plan.Choice``. Projections that were fused into one (q, k, v; gate, up) get the most faithful precision that any of
 them asks for, so ``overrides`` never makes a layer worse than it was told to be. A weight that is computed in the
 graph (LoRA merged on the fly, weight normalisation) stays exact, and so do two projections in a row: the low-rank
-branch of an adapter, which is small to read and may be all that was trained. Numerics: none here.
+branch of an adapter, which is small to read and may be all that was trained. Weights that the model brings packed
+(fu_compile.quantize) keep their precision, whatever the options say. Numerics: none here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import fx
 from ..plan import Choice
 from . import Context, layer_of
 from .linears import decide_group, is_op
+from .packed_linear import rows_of
 
 NAME = "choose_precision"
 
@@ -25,8 +27,8 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
     chosen = {}
     for node in gm.graph.nodes:
         if is_op(node, "linear_exact"):
-            choice = decide_group(ctx, node.args[1], layer_of(node))
-            if choice.value != "exact" and low_rank(node):
+            choice = decide_group(ctx, node.args[1], layer_of(node), "swiglu" in node.args[8])
+            if choice.value != "exact" and rows_of(node.args[1][0]) is None and low_rank(node):
                 choice = Choice("exact", "a low-rank branch (adapter) keeps the model's dtype")
             chosen[node] = choice
             ctx.fired(NAME, node, f"{choice.value}: {choice.reason}")

@@ -10,7 +10,8 @@ other. Preconditions: ``bf16`` or ``fp8``, whose rounding is relative, and a gai
 
 Never before INT4: a group of 128 columns shares one scale, so the largest gain among them sets everybody's step
 (SmolLM2, round to nearest, WikiText-2: +0.80 NLL with the gain folded, +0.27 without). There the gain stays an operand
-of the linear (pack_weights). ``exact`` keeps eager's order.
+of the linear (pack_weights). ``exact`` keeps eager's order. Weights that come packed with the
+model are what they are: there the norm stays an operator before them (FP8) or an operand (INT4).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from torch import fx
 
 from . import Context
+from .packed_linear import rows_of
 
 NAME = "fold_gain"
 FOLDED = ("bf16", "fp8")
@@ -29,7 +31,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
     folded: dict[fx.Node, fx.Node] = {}
     for node, choice in ctx.data["choose_precision"].items():
         gain = node.args[3]
-        if gain is None or choice.value not in FOLDED:
+        if gain is None or choice.value not in FOLDED or rows_of(node.args[1][0]) is not None:
             continue
         if not ctx.is_parameter(gain):
             ctx.missed(NAME, node, f"the gain {gain.name} is no parameter of the model")

@@ -24,6 +24,7 @@ from .. import ops
 from . import Context
 from .linears import is_op
 from .matching import PreconditionError, insert
+from .packed_linear import group
 
 aten = torch.ops.aten
 NAME = "fuse_epilogue"
@@ -73,6 +74,10 @@ def _swiglu(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
         if wg[0].meta["val"].shape != wu[0].meta["val"].shape or len(wg) != 1 or len(wu) != 1:
             raise PreconditionError("gate and up have different shapes")
         weights, biases = [*wg, *wu], [*bg, *bu]
+        if isinstance(packed := group(weights), str):
+            raise PreconditionError(packed)
+        if packed and (reason := packed.refuses(swiglu=True)):
+            raise PreconditionError(reason)
     else:
         whole = _halves(gate, up)
         if isinstance(whole, str) or not is_op(whole, "linear_exact"):

@@ -22,7 +22,8 @@ from torch import fx
 from .. import ops
 from . import Context
 from .linears import decide_group, is_op
-from .matching import insert, outputs
+from .matching import insert, insert_call, outputs
+from .packed_linear import group
 
 aten = torch.ops.aten
 NAME = "fuse_prologue"
@@ -49,7 +50,8 @@ def _linear(gm: fx.GraphModule, node: fx.Node) -> None:
 
 def _qkv(gm: fx.GraphModule, ctx: Context, node: fx.Node) -> None:
     x, weights, biases, *rest = node.args
-    if decide_group(ctx, weights).value == "exact":
+    apart = isinstance(group(weights), str)  # packed, but not as one run of rows: one linear each
+    if not apart and decide_group(ctx, weights).value == "exact":
         return
     parts = {n.args[1]: n for n in node.users}
     rotaries = []
@@ -66,8 +68,15 @@ def _qkv(gm: fx.GraphModule, ctx: Context, node: fx.Node) -> None:
     if first not in rotaries:
         ctx.missed(NAME, node, "v is read before q and k are rotated")
         return
-    raw_args = (x, weights, biases, None, None, 0.0, 1.0, "", ops.epilogue(*["bias"] * bool(biases)))
-    raw = insert(gm, first, "linear_exact", raw_args, like=node)
+    steps = (None, None, 0.0, 1.0, "", ops.epilogue(*["bias"] * bool(biases)))
+    if apart:
+        parts3 = [
+            insert(gm, first, "linear_exact", (x, [w], biases[i : i + 1], *steps), like=node)
+            for i, w in enumerate(weights)
+        ]
+        raw = insert_call(gm, first, aten.cat.default, (parts3, -1), like=node)
+    else:
+        raw = insert(gm, first, "linear_exact", (x, weights, biases, *steps), like=node)
     fused = insert(gm, first, "qkv_rope", (raw, *rotaries[0].args[1:], *rest), like=node)
     for old, new in zip((*rotaries, parts[2]), outputs(gm, fused, 3), strict=True):
         old.replace_all_uses_with(new)

@@ -23,8 +23,19 @@ def weight_name(ctx: Context, weight: fx.Node, layer: str = "") -> str:
     return layer if (tied and layer) or not path else path.removesuffix(".weight")
 
 
-def decide_group(ctx: Context, weights: Sequence[fx.Node], layer: str = "") -> Choice:
-    """Precision of projections that are packed together: the most faithful that any of them asks for."""
+def decide_group(ctx: Context, weights: Sequence[fx.Node], layer: str = "", swiglu: bool = False) -> Choice:
+    """Precision of projections that are packed together: the most faithful that any of them asks for.
+
+    Weights that a model brings packed have the precision they were packed in; ``swiglu``: the projections end in it.
+    """
+    from .packed_linear import group
+
+    packed = group(weights)
+    if isinstance(packed, str):
+        return Choice("exact", packed)
+    if packed is not None:
+        refused = packed.refuses(swiglu)
+        return Choice("exact", refused) if refused else Choice(packed.precision, "packed in the model")
     decision = ctx.decision
     for w in weights:
         if not ctx.is_parameter(w):

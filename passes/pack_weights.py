@@ -11,6 +11,8 @@ Before -> after::
 parameter is packed again without a new graph. Preconditions: static weight shapes; the gain of a norm that is prologue
 of a packed weight has been folded, or the operator takes it (``linear_int4``, except for float16: x * gain could leave
 its range); otherwise the norm becomes an operator of its own again. Numerics: those of the precision.
+
+Weights that the model brings packed (fu_compile.quantize) are bound as they are: views of the model's own bytes.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import torch
 from torch import fx
 
 from .. import formats
+from ..packed import Rows
 from ..weights import PackSpec
 from . import Context, layer_of
 from .linears import weight_name
 from .matching import insert
+from .packed_linear import group
 
 NAME = "pack_weights"
 
@@ -49,16 +53,21 @@ def _pack(
     values = [w.meta["val"] for w in weights]
     n, k = sum(int(v.shape[0]) for v in values), int(values[0].shape[1])
     options = ctx.decision.options
+    found = group(weights)
+    rows = found if isinstance(found, Rows) else None
+    if rows is not None:  # packed in the model: its bytes are the constant
+        weights = [weights[0].args[0]]
     spec = PackSpec(
-        name=weight_name(ctx, weights[0], layer_of(node)),
+        name=weight_name(ctx, weights[0], layer_of(node)) if rows is None else layer_of(node),
         precision=precision,
         weights=tuple(ctx.index(w) for w in weights),
         biases=tuple(ctx.index(b) for b in biases),
         gain=None if gain is None else ctx.index(gain),
-        group=options.group_size,
+        group=(0 if rows is None else rows.group) or options.group_size,
         interleave=precision == "int4" and "swiglu" in epilogue.split("|"),
         n=n,
         k=k,
+        rows=rows,
     )
     like = values[0]
     packed: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
@@ -71,7 +80,8 @@ def _pack(
     bias = tensors.pop() if biases else None
     common = (bias, residual, eps, scale, prologue, epilogue)
     # Decode reads weights and little else: there the activations stay as they are.
-    scaling = "none" if ctx.decision.phase.value == "decode" else options.fp8_scaling
+    quantised = ctx.decision.phase.value != "decode" and (rows is None or options.prefill == "fp8")
+    scaling = options.fp8_scaling if quantised else "none"
     extra = {"bf16": (), "fp8": (scaling,), "int4": (norm,)}[precision]
     sizes = (n, k, spec.group) if precision == "int4" else ()
     new = insert(gm, node, f"linear_{precision}", (x, *tensors, *sizes, *common, *extra), like=node)

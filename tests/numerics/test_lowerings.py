@@ -126,6 +126,8 @@ def samples():
         yield "linear_fp8", (x, *f.quantize_fp8(w), f.fp8_state(), *tail, "delayed")
         biases = [] if bias is None else [bias]
         yield "linear_exact", (x, [w], biases, torch.ones(96), residual, eps, scale, prologue, epilogue)
+    packed = f.pack_int4(f.quantize_int4(torch.randn(32, 96), 32))
+    yield "packed_weight", (packed, "int4", 32, 96, 32, True, 16, 16, torch.bfloat16)
     qkv, cos, sin, keys, values, store, tables, position, heads = cache_args()
     yield "qkv_rope", (qkv, cos, sin, torch.ones(16), torch.ones(16), 1e-6, *heads)
     rope = (qkv, cos, sin, None, None, 1e-6)
