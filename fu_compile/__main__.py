@@ -80,6 +80,11 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--windows", metavar="I,J", help="comma-separated window numbers (default: the gate's)")
     one.add_argument("--length", type=int, metavar="N", help="tokens in a window (default: 2048)")
     one.add_argument("--file", type=Path, help="a UTF-8 text instead of WikiText-2")
+    one.add_argument("--dataset", metavar="NAME[:CONFIG[:SPLIT]]", help="a data set of the library datasets instead")
+    one.add_argument("--layers", action="store_true", help="signal-to-noise of every layer; instead of perplexities,"
+                     " unless --paths is given")  # fmt: skip
+    one.add_argument("--accumulated", action="store_true", help="with --layers: errors along the layers, too")
+    one.add_argument("--html", type=Path, metavar="FILE", help="with --layers: write heat maps as a page")
     one.add_argument("--save", type=Path, metavar="FILE", help="write everything as JSON")
     _add_options(one)
     one.set_defaults(run=_perplexity)
@@ -370,16 +375,32 @@ def _streamer(tokenizer: Any, status: Any) -> Any:
 def _perplexity(chosen: argparse.Namespace) -> int:
     given = options_of(chosen)
     windows = _numbers(chosen.windows, "--windows")
+    for flag in ("accumulated", "html"):
+        if getattr(chosen, flag) and not chosen.layers:
+            raise OptionError(f"--{flag} belongs to the layer report", where=f"--{flag}", advice="Add --layers.")
     model, tokenizer = _load(chosen)
     from fu_compile import evaluate
 
     wanted: dict[str, Any] = {"paths": chosen.paths and chosen.paths.split(","), "windows": windows}
-    wanted |= {"length": chosen.length, "file": chosen.file}
+    wanted |= {"length": chosen.length, "file": chosen.file, "dataset": chosen.dataset}
     wanted = {name: value for name, value in wanted.items() if value is not None}
-    result = evaluate.perplexity(model, tokenizer, options=given, **wanted)
-    print(result)
+    found: dict[str, Any] = {}
+    if chosen.paths or not chosen.layers:
+        result = evaluate.perplexity(model, tokenizer, options=given, **wanted)
+        print(result)
+        found = result.as_dict()
+    if chosen.layers:
+        from fu_compile.layers import text_report
+
+        wanted.pop("paths", None)
+        options = option_table.Options.resolve(**given)
+        report = text_report(model, tokenizer, options=options, accumulated=chosen.accumulated, **wanted)
+        print(report)
+        found = found | {"layers": report.as_dict()} if found else report.as_dict()
+        if chosen.html:
+            print(f"wrote {report.to_html(chosen.html)}", file=sys.stderr)
     if chosen.save:
-        result.save(chosen.save)
+        chosen.save.write_text(json.dumps(found, indent=2) + "\n")
         print(f"wrote {chosen.save}", file=sys.stderr)
     return 0
 

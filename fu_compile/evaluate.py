@@ -158,6 +158,7 @@ def perplexity(
     length: int = LENGTH,
     *,
     file: str | os.PathLike[str] | None = None,
+    dataset: str | None = None,
     options: dict[str, Any] | None = None,
     progress: bool = True,
 ) -> Result:
@@ -170,16 +171,17 @@ def perplexity(
         windows: indices of windows of ``length`` tokens, counted from the start of the text.
         length: tokens per window.
         file: any other text, read as it is, instead of the verified WikiText-2.
+        dataset: ``NAME[:CONFIG[:SPLIT]]`` of the library ``datasets``, instead of a file.
         options: options of the backend on top of each path's own, such as ``{"group_size": 64}``.
         progress: a progress bar with the time left, on standard error.
 
     Raises:
-        OptionError: an unknown path, or a window that the text does not have.
+        OptionError: an unknown path, a window that the text does not have, or both ``file`` and ``dataset``.
         DataError: the text cannot be found, or is not WikiText-2.
     """
     if unknown := [p for p in paths if p not in PATHS]:
         raise OptionError(f"there is no path {unknown[0]!r}", where="paths", advice=f"Possible: {', '.join(PATHS)}.")
-    text, source, digest = read_text(file)
+    text, source, digest = read_text(file, dataset)
     stream = encode(tokenizer, text)
     batch, chosen = cut(stream, windows, length)
     batch = batch.to(model.device)
@@ -296,9 +298,17 @@ def join_rows(raw: str) -> str:
     return "\n\n".join("" if row == " " else row + "\n" for row in rows)
 
 
-def read_text(file: str | os.PathLike[str] | None) -> tuple[str, str, str]:
-    """Text, a name for it, and the sha256 of the text: ``file`` as it is, or verified WikiText-2 (test)."""
-    if file is None:
+def read_text(file: str | os.PathLike[str] | None, dataset: str | None = None) -> tuple[str, str, str]:
+    """Text, a name for it, and the sha256 of the text: ``file`` as it is, a data set, or verified WikiText-2 (test).
+
+    Raises:
+        DataError: the text cannot be found or read. OptionError: both a file and a data set.
+    """
+    if file is not None and dataset is not None:
+        raise OptionError("both a file and a data set are given", where="file, dataset", advice="Give one of them.")
+    if dataset is not None:
+        text, name = _dataset(dataset)
+    elif file is None:
         text, _ = wikitext("test")
         name = "WikiText-2 raw (test)"
     else:
@@ -310,6 +320,35 @@ def read_text(file: str | os.PathLike[str] | None) -> tuple[str, str, str]:
                 f"{path} cannot be read as text: {error}", where="file", advice="Give a UTF-8 text file."
             ) from error
     return text, name, hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _dataset(spec: str) -> tuple[str, str]:
+    """Rows of ``NAME[:CONFIG[:SPLIT]]`` (split: test), column ``text``, joined by two newlines; and a name for them."""
+    name, config, split, *more = [*spec.split(":"), "", ""]
+    if len(more) > 2 or not name:
+        raise OptionError(f"{spec!r} names no data set", where="dataset", advice="Write NAME[:CONFIG[:SPLIT]].")
+    split = split or "test"
+    if importlib.util.find_spec("datasets") is None:
+        raise DataError(
+            f"reading the data set {name} needs the package datasets",
+            where="dataset",
+            advice="pip install datasets, or give a text file.",
+        )
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(name, config or None, split=split)
+        texts = rows["text"]
+    # The library has errors of its own and lets those of its downloads through; every one ends in the same advice.
+    except Exception as error:
+        columns = getattr(locals().get("rows"), "column_names", None)
+        what = f"it has no column text, but {columns}" if columns else (str(error).strip().splitlines() or [""])[0]
+        raise DataError(
+            f"the data set {name} cannot be read (configuration {config or 'default'}, split {split}): {what}",
+            where="dataset",
+            advice="Check name, configuration, split and network; or give a text file.",
+        ) from error
+    return "\n\n".join(texts), f"{name} ({', '.join(filter(None, (config, split)))})"
 
 
 def encode(tokenizer: Any, text: str) -> Tensor:

@@ -106,6 +106,52 @@ def test_the_real_text_is_found_and_joined_as_pinned():
     assert evaluate.wikitext("valid")[0].startswith("\n\n = Homarus gammarus = \n")
 
 
+@pytest.fixture
+def datasets(monkeypatch):
+    """A stand-in for the library: data sets by (name, configuration, split)."""
+    known = {("a/b", None, "test"): ["one", "two\n"], ("a/b", "c", "train"): ["three"], ("a/d", None, "test"): None}
+
+    class Rows(dict):
+        column_names = ("words",)
+
+    def load_dataset(name, config, split):
+        if (name, config, split) not in known:
+            raise FileNotFoundError(f"no {name} on the hub\nmore")
+        texts = known[name, config, split]
+        return Rows({"words": []} if texts is None else {"text": texts})
+
+    fake = types.ModuleType("datasets")
+    fake.load_dataset = load_dataset
+    fake.__spec__ = evaluate.importlib.util.spec_from_loader("datasets", loader=None)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+
+
+def test_a_data_set_by_name_configuration_and_split(datasets):
+    assert evaluate.read_text(None, "a/b")[:2] == ("one\n\ntwo\n", "a/b (test)")
+    assert evaluate.read_text(None, "a/b:c:train")[:2] == ("three", "a/b (c, train)")
+    assert evaluate.read_text(None, "a/b::test")[0] == "one\n\ntwo\n"
+    for spec, what in (
+        ("x/y", "no x/y on the hub$"),
+        ("a/b:c", "configuration c, split test"),
+        ("a/d", "no column text"),
+    ):
+        with pytest.raises(DataError, match=what) as error:
+            evaluate.read_text(None, spec)
+        assert "\n" not in error.value.what
+    for spec in ("", ":c", "a:b:c:d"):
+        with pytest.raises(OptionError, match="names no data set"):
+            evaluate.read_text(None, spec)
+    with pytest.raises(OptionError, match="both"):
+        evaluate.read_text("x.txt", "a/b")
+
+
+def test_a_data_set_without_the_library_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match="needs the package datasets") as error:
+        evaluate.read_text(None, "a/b:c")
+    assert "pip install datasets" in error.value.advice
+
+
 # ---- windows and scores ----------------------------------------------------------------------------------------------
 
 
