@@ -8,10 +8,11 @@
     order      columns by falling H_kk, so that the error of what matters most can still be corrected by all others
     columns    one after the other: round, and spread the error over the columns not yet rounded (H^-1 decides how)
     refit      with the codes fixed, the scales of a row that minimise (w - q) H (w - q)^T
+    sweep      with the scales fixed, each code in turn becomes the best one given all others; then refit again
 
 The groups are those of the stored columns whatever the order ("static groups"), so nothing has to be permuted at run
-time. Sources: GPTQ (Frantar et al., 2022), activation order and static groups as in its reference implementation.
-What each step is worth: docs/numerics.md.
+time. Sources: GPTQ (Frantar et al., 2022), activation order and static groups as in its reference implementation;
+coordinate descent: QuantEase (Behdin et al., 2023). What each step is worth: docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ GRIDS = ("asym", "sym8")
 
 RATIOS = tuple(1.0 - 0.025 * i for i in range(15))
 """Fractions of a group's full range that the range search tries: 1.0 down to 0.65."""
+
+SWEEPS = 4
+"""Sweeps over the codes after GPTQ."""
 
 _FLOOR = 1e-3
 """Least weight of a column in the range search, in means of diag(H): a column that calibration never used keeps a
@@ -81,6 +85,18 @@ class Choice:
     grid: str
 
 
+@dataclass(frozen=True)
+class Solver:
+    """How hard GPTQ tries."""
+
+    damping: float = 0.01
+    """Added to the diagonal of H, in means of it."""
+    refit: bool = True
+    """Least-squares refit of the scales, after GPTQ and after each sweep."""
+    sweeps: int = SWEEPS
+    """Sweeps of coordinate descent over the codes after GPTQ."""
+
+
 def quantize_blocks(
     model: nn.Module,
     batches: Tensor | Iterable[Tensor] | None = None,
@@ -94,6 +110,7 @@ def quantize_blocks(
     lm_head: bool = False,
     damping: float = 0.01,
     refit: bool = True,
+    sweeps: int = SWEEPS,
 ) -> Iterator[Block]:
     """Quantises the linears of all decoder layers, one layer at a time; the model itself is not changed.
 
@@ -115,7 +132,8 @@ def quantize_blocks(
         progress: a progress bar with the time left, on standard error.
         lm_head: quantise the output head too, as a last block of that name.
         damping: added to the diagonal of H, in means of it.
-        refit: least-squares refit of the scales after GPTQ.
+        refit: least-squares refit of the scales after GPTQ and after each sweep.
+        sweeps: sweeps of coordinate descent over the codes after GPTQ.
 
     Yields:
         :class:`Block`, in the order of the layers. The same input gives the same codes on the same machine.
@@ -130,6 +148,8 @@ def quantize_blocks(
     chosen = [(pattern, _override(entry, default)) for pattern, entry in _pairs(overrides)]
     if not 0.0 < damping <= 1.0:
         raise OptionError(f"damping cannot be {damping!r}", where="damping", advice="0.01 is usual; at most 1.")
+    if not isinstance(sweeps, int) or sweeps < 0:
+        raise OptionError(f"sweeps cannot be {sweeps!r}", where="sweeps", advice="A whole number, 0 for plain GPTQ.")
     check_model(model)
     plan = _plan(model, default, chosen, lm_head)
     rows = None
@@ -141,17 +161,16 @@ def quantize_blocks(
             where="batches",
             advice="Pass batches=fu_compile.calibration.token_batches(...), or method='rtn'.",
         )
-    settings = {"damping": damping, "refit": refit}
-    store = None if resume is None else _Store(Path(resume).expanduser(), model, rows, plan, settings)
-    return _blocks(model, rows, plan, damping, refit, store, progress)
+    solver = Solver(damping, bool(refit), sweeps)
+    store = None if resume is None else _Store(Path(resume).expanduser(), model, rows, plan, solver)
+    return _blocks(model, rows, plan, solver, store, progress)
 
 
 def _blocks(
     model: nn.Module,
     rows: Sequence[Tensor] | None,
     plan: dict[str, dict[str, Choice]],
-    damping: float,
-    refit: bool,
+    solver: Solver,
     store: _Store | None,
     progress: bool,
 ) -> Iterator[Block]:
@@ -171,7 +190,7 @@ def _blocks(
                 full = any(c.method == "gptq" for c in choices.values())
                 parts, notes = observe(model, walk, i, name, linears if found is None else {}, full)
             if found is None:
-                found = quantize_block(name, linears, choices, parts, damping, refit, notes)
+                found = quantize_block(name, linears, choices, parts, solver, notes)
                 if store is not None:
                     store.save(i, found)
             del parts
@@ -304,8 +323,7 @@ def quantize_block(
     linears: dict[str, nn.Linear],
     choices: dict[str, Choice],
     parts: dict[str, list[Part]],
-    damping: float = 0.01,
-    refit: bool = True,
+    solver: Solver = Solver(),
     notes: Iterable[str] = (),
 ) -> Block:
     """Codes of one block's linears.
@@ -315,8 +333,7 @@ def quantize_block(
         linears: full name -> linear.
         choices: full name -> how.
         parts: what :func:`observe` found; empty: without calibration.
-        damping: as in :func:`quantize_blocks`.
-        refit: as in :func:`quantize_blocks`.
+        solver: how hard GPTQ tries.
         notes: for the result, in front of its own.
     """
     notes = list(notes)
@@ -334,7 +351,7 @@ def quantize_block(
     for (_, choice), members in jobs.items():
         try:
             weight = torch.cat([linears[n].weight.detach()[rows].to(torch.float32) for n, rows, _ in members])
-            codes, wrong, power, said = quantize(weight, members[0][2], choice, damping, refit)
+            codes, wrong, power, said = quantize(weight, members[0][2], choice, solver)
         except (FormatError, DataError) as error:
             error.where = ", ".join(n for n, _, _ in members)
             raise
@@ -358,7 +375,7 @@ def _join(pieces: list[Int4Codes]) -> Int4Codes:
 
 
 def quantize(
-    weight: Tensor, moments: Tensor | None, choice: Choice, damping: float = 0.01, refit: bool = True
+    weight: Tensor, moments: Tensor | None, choice: Choice, solver: Solver = Solver()
 ) -> tuple[Int4Codes, Tensor, Tensor, list[str]]:
     """One weight matrix.
 
@@ -366,8 +383,7 @@ def quantize(
         weight: [N, K] f32 or f64; computed in that dtype.
         moments: [K, K] second moments of the input, their diagonal [K] (RTN only), or none (RTN only).
         choice: method, group size and grid.
-        damping: as in :func:`quantize_blocks`.
-        refit: as in :func:`quantize_blocks`.
+        solver: how hard GPTQ tries.
 
     Returns:
         The codes; per row the squared error and the power of the output in the metric of the moments, [N] each; notes.
@@ -392,7 +408,7 @@ def quantize(
         group = choice.group_size
         q = _round(weight, _spread(scales, group, weight), _spread(zeros, group, weight))
     else:
-        factor, order, said = factorize(moments, damping)
+        factor, order, said = factorize(moments, solver.damping)
         notes += said
         q = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         step = max(1, _ROWS // weight.shape[1])
@@ -400,8 +416,11 @@ def quantize(
             rows = slice(first, first + step)
             q[rows] = round_columns(weight[rows], factor, order, scales[rows], zeros[rows], choice.group_size)
     codes = Int4Codes(q, scales, zeros, choice.group_size)
-    if choice.method == "gptq" and refit:
-        codes = refit_scales(weight, codes, moments)
+    if choice.method == "gptq":
+        codes = refit_scales(weight, codes, moments) if solver.refit else codes
+        for _ in range(solver.sweeps):
+            codes = sweep_codes(weight, codes, moments, solver.damping)
+            codes = refit_scales(weight, codes, moments) if solver.refit else codes
     wrong, power = _metric(weight - formats.dequantize_int4(codes), moments), _metric(weight, moments)
     return codes, wrong, power, notes
 
@@ -598,6 +617,57 @@ def refit_scales(weight: Tensor, q: Int4Codes, moments: Tensor) -> Int4Codes:
     return Int4Codes(q.codes, new, q.zeros, q.group)
 
 
+def sweep_codes(weight: Tensor, q: Int4Codes, moments: Tensor, damping: float) -> Int4Codes:
+    """One sweep of coordinate descent: column after column, each code becomes the best one while all others stay.
+
+    The objective is GPTQ's, (w - q) (H + damping) (w - q)^T of every row, and never rises; scales and zeros stay.
+
+    Args:
+        weight: [N, K] f32 or f64.
+        q: its codes.
+        moments: [K, K].
+        damping: in means of the diagonal.
+    """
+    new = torch.empty_like(q.codes)
+    step = max(1, _ROWS // weight.shape[1])
+    h = moments.to(weight.dtype)
+    mean = h.diagonal().mean()
+    order = torch.argsort(h.diagonal(), descending=True, stable=True)
+    h = h[order][:, order] + torch.diag(torch.where(mean > 0, damping * mean, 1.0).expand(order.numel()))
+    for first in range(0, weight.shape[0], step):
+        rows = slice(first, first + step)
+        part = Int4Codes(q.codes[rows], q.scales[rows], q.zeros[rows], q.group)
+        new[rows] = _sweep(weight[rows], part, h, order)
+    return Int4Codes(new, q.scales, q.zeros, q.group)
+
+
+def _sweep(w: Tensor, q: Int4Codes, h: Tensor, order: Tensor) -> Tensor:
+    """Codes after one sweep; h: [K, K] damped and in the order."""
+    columns = order.numel()
+    codes = q.codes.t()[order].to(w.dtype)
+    s, z = q.scales.t().to(w.dtype), q.zeros.t().to(w.dtype)
+    divisor = torch.where(s == 0, 1.0, s)
+    of = (order // q.group).tolist()
+    value = (codes - z[order // q.group]).mul_(s[order // q.group])
+    slope = h @ (w.t()[order] - value)  # minus half the derivative by each column
+    curvature = h.diagonal().tolist()
+    for first in range(0, columns, _COLUMNS):
+        last = min(first + _COLUMNS, columns)
+        change = torch.empty_like(value[first:last])
+        for i in range(first, last):
+            g = of[i]
+            best = (value[i] + slope[i] / curvature[i]).div_(divisor[g]).round_().add_(z[g]).clamp_(0, 15)
+            torch.sub(value[i], (best - z[g]).mul_(s[g]), out=change[i - first])
+            codes[i] = torch.where(s[g] == 0, z[g], best)
+            if i + 1 < last:
+                slope[i + 1 : last].addr_(h[i, i + 1 : last], change[i - first])
+        if last < columns:
+            slope[last:].addmm_(h[first:last, last:].t(), change)
+    out = torch.empty(codes.shape, dtype=torch.uint8, device=codes.device)
+    out[order] = codes.to(torch.uint8)
+    return out.t()
+
+
 # ---- a run that can be continued -------------------------------------------------------------------------------------
 
 
@@ -614,7 +684,7 @@ class _Store:
         model: nn.Module,
         rows: Sequence[Tensor] | None,
         plan: dict[str, dict[str, Choice]],
-        settings: dict[str, Any],
+        solver: Solver,
     ) -> None:
         self._folder = folder
         self._names = list(plan)
@@ -625,7 +695,7 @@ class _Store:
             "format": _FORMAT,
             "weights": _digest(dict(model.named_parameters())),
             "calibration": _digest({str(i): r for i, r in enumerate(rows or ())}),
-            "settings": {**settings, "choices": choices, "blocks": self._names},
+            "settings": {**asdict(solver), "choices": choices, "blocks": self._names},
         }
         manifest = folder / _MANIFEST
         if manifest.is_file():

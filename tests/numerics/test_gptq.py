@@ -27,7 +27,7 @@ from fu_compile.errors import (
     TrainingModeError,
 )
 from fu_compile.formats import Int4Codes, dequantize_int4, quantize_int4
-from fu_compile.gptq import Choice, quantize, quantize_blocks
+from fu_compile.gptq import Choice, Solver, quantize, quantize_blocks
 
 WORDS = 131
 
@@ -209,7 +209,7 @@ def test_range_search_gives_up_what_does_not_matter():
 def test_refit_solves_the_least_squares_of_each_row(k):
     w, h = (x.double() for x in correlated(7, k))
     choice = Choice("gptq", 32, "asym")
-    before, *_ = quantize(w, h, choice, refit=False)
+    before, *_ = quantize(w, h, choice, Solver(refit=False, sweeps=0))
     after = gptq.refit_scales(w, before, h)
     assert torch.equal(before.codes, after.codes)
     assert torch.equal(before.zeros, after.zeros)
@@ -224,6 +224,35 @@ def test_refit_solves_the_least_squares_of_each_row(k):
             # float16 keeps 11 bits: half a unit is 5e-4; the ridge of 1e-6 adds less than the rest
             assert torch.allclose(after.scales[row].double(), best, rtol=1e-3)
     assert not torch.equal(before.scales, after.scales)
+
+
+@pytest.mark.parametrize("grid", ["asym", "sym8"])
+@pytest.mark.parametrize(("n", "k", "group"), [(7, 40, 32), (6, 200, 64), (3, 270, 128)])
+def test_sweep_sets_each_code_to_the_best_one_given_the_others(n, k, group, grid):
+    w, h = (x.double() for x in correlated(n, k))
+    start = quantize_int4(w.float(), group, grid)
+    swept = gptq.sweep_codes(w, start, h, 0.01)
+    damped = h + 0.01 * h.diagonal().mean() * torch.eye(k, dtype=h.dtype)
+    # The definition: all 16 codes of one column are tried, in the order of falling second moments.
+    scales, zeros = (x.double().repeat_interleave(group, 1)[:, :k] for x in (start.scales, start.zeros))
+    codes = start.codes.double()
+    for i in torch.argsort(h.diagonal(), descending=True).tolist():
+        tried = codes[:, None].repeat(1, 16, 1)
+        tried[:, :, i] = torch.arange(16)
+        delta = w[:, None] - (tried - zeros[:, None]) * scales[:, None]
+        codes[:, i] = ((delta @ damped) * delta).sum(-1).argmin(1).double()
+    assert torch.equal(swept.codes.double(), codes)
+    assert torch.equal(swept.scales, start.scales)
+    assert metric(w, swept, damped).sum() < 0.7 * metric(w, start, damped).sum()
+
+
+def test_sweeps_lower_what_gptq_leaves():
+    w, h = correlated(40, 150)
+    errors = [
+        float(metric(w, quantize(w, h, Choice("gptq", 64, "asym"), Solver(sweeps=n))[0], h).sum()) for n in (0, 1, 4)
+    ]
+    # Measured on layers of SmolLM2: 0.95 and 0.92. The codes of GPTQ are not a minimum of single changes.
+    assert errors[2] < errors[1] < errors[0]
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
@@ -521,6 +550,7 @@ def test_a_damaged_or_foreign_folder_is_refused(tmp_path):
         ({"group_size": 48}, OptionError, "group_size cannot be 48"),
         ({"grid": "sym"}, OptionError, "grid cannot be 'sym'"),
         ({"damping": 0.0}, OptionError, "damping"),
+        ({"sweeps": -1}, OptionError, "sweeps"),
         ({"overrides": ["*.q_proj"]}, OptionError, "is not a pair"),
         ({"overrides": [("*", "int3")]}, OptionError, "'int3'"),
         ({"overrides": [("*", {"bits": 4})]}, OptionError, "bits"),
