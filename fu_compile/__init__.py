@@ -5,11 +5,15 @@
     print(fu_compile.report(model))
 
 Importing this package imports nothing else, not even torch: every name below is looked up when it is first used.
+``from_pretrained`` of a packed model works from then on: the quantiser is registered as soon as transformers has been
+imported, whichever of the two comes first.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from fu_compile import registry as _registry
 
 if TYPE_CHECKING:
     from fu_compile import errors as errors
@@ -18,17 +22,20 @@ if TYPE_CHECKING:
     from fu_compile.errors import FuError as FuError
     from fu_compile.errors import FuWarning as FuWarning
     from fu_compile.generate import generate as generate
+    from fu_compile.hf_quantizer import load as load
+    from fu_compile.hf_quantizer import save as save
     from fu_compile.int4_cache import Int4Cache as Int4Cache
     from fu_compile.int4_cache import KeyTables as KeyTables
     from fu_compile.int4_cache import calibrate_keys as calibrate_keys
     from fu_compile.options import Options as Options
+    from fu_compile.quantize import quantize as quantize
     from fu_compile.report import explain as explain
     from fu_compile.report import report as report
 
     __version__: str
 
-# `report`, `doctor` and `generate` are modules that can be called: the module and its main function bear one name, and
-# whichever import came first, `fu_compile.report(model)` and `from fu_compile.report import Report` both work.
+# `report`, `doctor`, `generate` and `quantize` are modules that can be called: module and main function bear one name,
+# and whichever import came first, `fu_compile.report(model)` and `from fu_compile.report import Report` both work.
 _PUBLIC: dict[str, tuple[str, str | None]] = {
     "FuError": ("errors", "FuError"),
     "FuWarning": ("errors", "FuWarning"),
@@ -41,10 +48,15 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "errors": ("errors", None),
     "explain": ("report", "explain"),
     "generate": ("generate", None),
+    "load": ("hf_quantizer", "load"),
+    "quantize": ("quantize", None),
     "report": ("report", None),
+    "save": ("hf_quantizer", "save"),
 }
 
 __all__ = [*_PUBLIC, "__version__"]
+
+_registry.install()
 
 
 def __getattr__(name: str) -> Any:

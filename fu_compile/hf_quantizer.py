@@ -16,6 +16,7 @@ of a packed layer ever exists. transformers has no entry point for quantisers: a
 
 from __future__ import annotations
 
+import contextvars
 import hashlib
 import json
 import os
@@ -40,6 +41,8 @@ FORMAT = 1
 """Version of the manifest and of the packed layout."""
 _FIELDS = ("precision", "k", "group", "paired", "members")
 _CHUNK = 1 << 24
+_verified: contextvars.ContextVar[bool] = contextvars.ContextVar("fu_compile_verified", default=False)
+"""Whether the shards that transformers is about to load were compared with the manifest a moment ago."""
 
 
 class FuTransformerConfig(QuantizationConfigMixin):
@@ -106,7 +109,8 @@ class FuTransformerQuantizer(HfQuantizer):
         files = [f for f in checkpoint_files or () if str(f).endswith(".safetensors")]
         if checkpoint_files and len(files) != len(checkpoint_files):
             raise FormatError("packed models are stored as safetensors", where=str(checkpoint_files[0]))
-        verify(self.quantization_config, files)
+        if not _verified.get():
+            verify(self.quantization_config, files)
         skeleton(model, self.quantization_config)
         return model
 
@@ -122,10 +126,6 @@ class FuTransformerQuantizer(HfQuantizer):
         self.quantization_config.hashes = hashes(state)
         model.config.quantization_config = self.quantization_config
         return state, {"fu_compile": str(FORMAT)}
-
-    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """Packed bytes are never cast; the rest as transformers does (5.24)."""
-        return super().get_new_dtype(converter, param, dtype)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Always."""
@@ -323,11 +323,14 @@ def load(directory: str | os.PathLike[str], dtype: torch.dtype | None = None, de
             where=str(folder),
             advice="fu_compile.checkpoints.convert repacks other formats; fu_compile.quantize packs a float model.",
         )
-    FuTransformerConfig.from_dict(manifest)
-    shards(folder)
     if "device_map" in more and device is not None:
         raise OptionError("device and device_map cannot both be given", where="load")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto" if dtype is None else dtype, **more)
+    verify(FuTransformerConfig.from_dict(manifest), shards(folder))
+    token = _verified.set(True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto" if dtype is None else dtype, **more)
+    finally:
+        _verified.reset(token)
     model.eval().requires_grad_(False)
     return model if device is None else model.to(device)
 

@@ -523,7 +523,7 @@ def tables_of(model: nn.Module, kv_heads: int, head_dim: int) -> KeyTables:
         parts: list[Any] = (
             [joined] if joined is not None else [getattr(module, p, None) for p in ("q_proj", "k_proj", "v_proj")]
         )
-        if not all(isinstance(p, nn.Linear) for p in parts):
+        if not all(isinstance(p, nn.Linear) or hasattr(p, "block") for p in parts):  # block: a packed linear
             continue
         weights, biases = [p.weight for p in parts], [p.bias for p in parts if p.bias is not None]
         q_heads = (sum(w.shape[0] for w in weights) - 2 * kv_heads * head_dim) // head_dim

@@ -15,6 +15,8 @@ do; on a CPU that copy is kept with the block (4 bytes a weight, 2 in bfloat16),
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -366,5 +368,15 @@ def _put(model: nn.Module, name: str, new: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent) if parent else model, own, new)
 
+
+class _CallableModule(types.ModuleType):
+    """Lets ``fu_compile.quantize`` be the function and the module at once."""
+
+    def __call__(self, model: nn.Module, method: str = "rtn", **options: Any) -> nn.Module:
+        return quantize(model, method, **options)
+
+
+_CallableModule.__call__.__doc__ = quantize.__doc__
+sys.modules[__name__].__class__ = _CallableModule
 
 __all__ = ["Group", "PackedBlock", "PackedLinear", "plan", "quantize"]

@@ -3,6 +3,9 @@
 ``linear_fp8`` keeps the meaning of the reference: the product of the same codes with float32 results, then scales and
 epilogue in float32. ``attention_prefill`` only where the call attends to itself alone: queries, keys and values in the
 model's dtype, float32 sums, weights rounded to the model's dtype before they meet the values.
+
+``linear_int4`` in prefill (a model that was packed has no other weights): the codes are dequantised to the model's
+dtype at every call and freed behind it. The reference keeps a float32 copy instead, eight times the packed bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from fu_compile.lowerings.decode_linear import _capability
 from fu_compile.lowerings.reference_block import merge_heads
-from fu_compile.lowerings.reference_linear import finish, normalized, steps_of
+from fu_compile.lowerings.reference_linear import check_gain, dense_int4, finish, normalized, steps_of
 from torch import Tensor
 
 from fu_compile import formats
@@ -79,6 +82,36 @@ def linear_fp8(
     return finish(y, steps, bias, residual, scale).to(x.dtype)
 
 
+def _accepts_int4(x: Tensor, packed: Tensor, n: int, k: int, *rest: Any) -> str | None:
+    """Why this call is not ours, or none."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"activations are {x.dtype}, not 16 bits"
+    return None
+
+
+def linear_int4(
+    x: Tensor,
+    packed: Tensor,
+    n: int,
+    k: int,
+    group: int,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    scale: float,
+    prologue: str,
+    epilogue: str,
+    gain: Tensor | None = None,
+) -> Tensor:
+    """packed: formats.pack_int4, as for the reference; weight and row are rounded to x's dtype, sums are float32."""
+    rms, steps = steps_of(prologue, epilogue)
+    check_gain(gain, k, rms)
+    row = normalized(x.to(torch.float32), eps) if rms else x
+    row = (row if gain is None else row.mul_(gain)).to(x.dtype)
+    y = F.linear(row, dense_int4(packed, n, k, group, "swiglu" in steps).to(x.dtype))
+    return finish(y.to(torch.float32), steps, bias, residual, scale).to(x.dtype)
+
+
 def _accepts_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> str | None:
     """Why this call is not ours, or none."""
     mask, _scale, fresh = rest[-3:]
@@ -100,5 +133,13 @@ def attention_prefill(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     )
 
 
-LAUNCH: dict[str, Callable[..., Any]] = {"linear_fp8": linear_fp8, "attention_prefill": attention_prefill}
-ACCEPTS: dict[str, Callable[..., str | None]] = {"linear_fp8": _accepts_linear, "attention_prefill": _accepts_attention}
+LAUNCH: dict[str, Callable[..., Any]] = {
+    "linear_fp8": linear_fp8,
+    "linear_int4": linear_int4,
+    "attention_prefill": attention_prefill,
+}
+ACCEPTS: dict[str, Callable[..., str | None]] = {
+    "linear_fp8": _accepts_linear,
+    "linear_int4": _accepts_int4,
+    "attention_prefill": _accepts_attention,
+}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fu_compile.lowerings import TABLE, cublas_prefill, reference_attention, reference_linear, rms_norm_sm90
+from fu_compile.lowerings.dense import dense_bytes
 
 from fu_compile import formats, jit
 
@@ -23,6 +24,24 @@ def test_fp8_linear_is_the_reference(dtype, epilogue):
         # float32 sums of the same products in another order, then one rounding
         torch.testing.assert_close(y, want, rtol=2**-7 if dtype == torch.bfloat16 else 2**-10, atol=1e-5)
         assert torch.equal(states[0], states[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("epilogue", ["", "bias|swiglu", "residual"])
+def test_int4_linear_is_the_reference_and_keeps_no_copy(dtype, epilogue):
+    n, k = 96, 200
+    packed = formats.pack_int4(formats.quantize_int4(torch.randn(n, k) / k**0.5, 64))
+    bias = torch.randn(n).to(dtype) if "bias" in epilogue else None
+    x = torch.randn(2, 70, k).to(dtype)
+    residual = torch.randn(2, 70, n).to(dtype) if "residual" in epilogue else None
+    gain = None if dtype == torch.float16 else torch.rand(k).to(dtype) + 0.5
+    args = (n, k, 64, bias, residual, 1e-5, 0.5, "rms", epilogue, gain)
+    y = cublas_prefill.linear_int4(x, packed, *args)
+    assert dense_bytes(packed) == 0
+    want = reference_linear.linear_int4(x, packed, *args)
+    # weight, row and product are each rounded once more than in the reference
+    assert float((y.float() - want.float()).norm() / want.float().norm()) < (6e-3 if gain is not None else 8e-4)
+    assert "16 bits" in cublas_prefill.ACCEPTS["linear_int4"](x.float(), packed, n, k)
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
