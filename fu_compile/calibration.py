@@ -100,8 +100,8 @@ def token_batches(
                 raise
             warnings.warn(
                 "no calibration text was given and WikiText-2 is not on this machine: the model writes"
-                f" {samples} x {length} tokens itself. Its own samples are narrower than real text; pass text like the"
-                f" one it will read. ({error.what})",
+                f" {samples} x {length} tokens itself. What that costs against real text was not measured; pass text"
+                f" like the one it will read. ({error.what})",
                 FuWarning,
                 stacklevel=2,
             )
@@ -273,7 +273,7 @@ def decoder_layers(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses a model that cannot be calibrated: training mode, meta parameters, offloading hooks."""
+    """Refuses a model that cannot be calibrated: training mode, meta parameters, offloading hooks, loose adapters."""
     if model.training:
         raise TrainingModeError("the model is in training mode", where=type(model).__name__)
     for name, p in model.named_parameters():
@@ -282,6 +282,12 @@ def check_model(model: nn.Module) -> None:
     for name, m in model.named_modules():
         if hasattr(m, "_hf_hook"):
             raise OffloadedParameterError(f"{name or 'the model'} has a hook of accelerate", where=name)
+        if isinstance(getattr(m, "base_layer", None), nn.Module):
+            raise OptionError(
+                f"{name} has adapters that are not merged into its weight",
+                where=name,
+                advice="Quantise model.merge_and_unload().",
+            )
 
 
 Part = tuple[slice, Tensor]

@@ -5,6 +5,7 @@ import json
 import warnings
 
 import models as tiny
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
@@ -574,6 +575,9 @@ def test_models_that_do_not_fit_are_refused():
         quantize_blocks(llama().train(), ids())
     with pytest.raises(MetaParameterError, match="embed_tokens"):
         quantize_blocks(llama().to("meta"), ids())
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"])).eval()
+    with pytest.raises(OptionError, match="q_proj has adapters"):
+        quantize_blocks(adapted, ids())
     with pytest.raises(NoLlamaBlockError):
         quantize_blocks(nn.Sequential(nn.Linear(3, 3)).eval(), ids())
 
