@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from fu_compile.errors import DataError, MissingDependencyError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WORDS = [f"w{i}" for i in range(61)]
@@ -41,7 +45,7 @@ def tiny(tmp_path):
 
 
 def test_every_example_is_tested_here():
-    assert {p.stem for p in EXAMPLES.glob("*.py")} == {"demo", "quickstart"}
+    assert {p.stem for p in EXAMPLES.glob("*.py")} == {"accuracy", "demo", "lm_eval_local", "quickstart"}
 
 
 def test_quickstart(tiny, capsys):
@@ -87,3 +91,89 @@ def test_speed_is_the_median_of_decode_steps():
     assert bar.times == []
     bar.times = [10.0, 20.0, 20.5, 21.0, 29.0, 29.5]  # first token at 10: compilation; one outlier
     assert bar.tokens_per_second() == pytest.approx(2.0)
+
+
+def test_accuracy_shows_perplexities_and_layers(tiny, capsys, monkeypatch):
+    monkeypatch.setenv("FU_REST", "eager")
+    words = (tiny / "text.txt").read_text()
+    (tiny / "text.txt").write_text(f"{words} {words}")  # --quick reads 512 words
+    arguments = ["--model", str(tiny), "--file", str(tiny / "text.txt"), "--quick", "--paths", "eager,fp8", "--quiet"]
+    program("accuracy").main([*arguments, "--group-size", "32", "--html", str(tiny / "x.html")])
+    out = capsys.readouterr().out
+    for word in ("windows 0, 1 of 256 tokens", "eager", "fp8", "worst first", "down_proj", "decode (int4)", "wrote"):
+        assert word in out, word
+    assert "map heat" in (tiny / "x.html").read_text()
+
+
+def harness(monkeypatch):
+    """A stand-in for lm-evaluation-harness: scores each choice as the harness does, by one call per choice."""
+
+    class HFLM:
+        def __init__(self, pretrained, tokenizer, batch_size):
+            self.model, self.tokenizer = pretrained, tokenizer
+
+    def simple_evaluate(lm, tasks, bootstrap_iters):
+        (task,) = tasks
+        rows, samples = task["custom_dataset"]()[task["test_split"]], []
+        for n, row in enumerate(rows):
+            context = lm.tokenizer(row[task["doc_to_text"]], return_tensors="pt").input_ids
+            resps = []
+            for choice in row[task["doc_to_choice"]]:
+                whole = lm.tokenizer(row["text"] + task["target_delimiter"] + choice, return_tensors="pt").input_ids
+                with torch.no_grad():
+                    logp = lm.model(whole[:, :-1]).logits.log_softmax(-1)[0, context.shape[1] - 1 :]
+                score = logp.gather(1, whole[0, context.shape[1] :, None]).sum().item()
+                resps.append((score, False))
+            samples.insert(0, {"doc_id": n, "filtered_resps": resps})
+        right = [max(range(4), key=lambda i, s=s: s["filtered_resps"][i][0]) for s in reversed(samples)]
+        accuracy = sum(r == row[task["doc_to_target"]] for r, row in zip(right, rows, strict=True)) / len(rows)
+        numbers = {"acc,none": accuracy, "acc_norm,none": accuracy}
+        return {"results": {task["task"]: numbers}, "samples": {task["task"]: samples}}
+
+    names = ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface", "datasets")
+    fakes = {name: types.ModuleType(name) for name in names}
+    for name, module in fakes.items():
+        module.__spec__ = importlib.util.spec_from_loader(name, loader=None)
+        monkeypatch.setitem(sys.modules, name, module)
+    fakes["lm_eval"].simple_evaluate = simple_evaluate
+    fakes["lm_eval.models.huggingface"].HFLM = HFLM
+    fakes["datasets"].Dataset = types.SimpleNamespace(from_list=list)
+
+
+def question(text, right, **more):
+    choices = ["w5 w6", "w7", "w8 w9 w10", "w11"]
+    return json.dumps({"text": text, "choices": choices, "answer": right, **more})
+
+
+def test_lm_eval_scores_the_compiled_model(tiny, capsys, monkeypatch):
+    harness(monkeypatch)
+    monkeypatch.setenv("FU_REST", "eager")
+    (tiny / "q.jsonl").write_text("\n".join([question("w3 w4 w9", 0), "", question("w8 w4 w3 w12", 2)]))
+    results = program("lm_eval_local").main(["--model", str(tiny), "--file", str(tiny / "q.jsonl")])
+    assert [r["path"] for r in results] == ["uncompiled", "exact", "default (FP8 prefill)"]
+    assert all(len(r["scores"]) == 8 for r in results)
+    assert results[1]["scores"] == pytest.approx(results[0]["scores"], abs=1e-4)  # float32 sums in another order
+    assert results[1]["acc"] == results[0]["acc"]
+    assert 1e-4 < results[2]["difference"] < 0.5  # FP8 did run
+    assert "2 questions" in capsys.readouterr().out
+
+
+def test_lm_eval_questions_are_complete_and_bad_files_refused(tmp_path):
+    example = program("lm_eval_local")
+    rows = example.questions()
+    assert {r["answer"] for r in rows} == {0, 1, 2, 3}
+    assert all(len(set(r["choices"])) == 4 for r in rows)
+    for text in ("", "{", "3", question("w3", 4), question("w3", 0, more=1)):
+        (tmp_path / "q.jsonl").write_text(text)
+        with pytest.raises(DataError):
+            example.questions(tmp_path / "q.jsonl")
+    with pytest.raises(DataError, match="cannot be read"):
+        example.questions(tmp_path / "none.jsonl")
+
+
+def test_lm_eval_missing_says_what_to_install(monkeypatch):
+    example = program("lm_eval_local")
+    monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="lm_eval and datasets cannot be imported") as error:
+        example.main([])
+    assert error.value.advice == "pip install lm_eval"
