@@ -36,7 +36,7 @@ from tqdm.auto import tqdm
 from fu_compile import evaluate, models
 from fu_compile.calibration import LENGTH, SAMPLES, Walk, as_rows, token_batches
 from fu_compile.formats import dequantize_int4
-from fu_compile.gptq import Choice, block_linears, observe, quantize_block
+from fu_compile.gptq import Choice, Solver, block_linears, observe, quantize_block
 
 ROOT = Path(__file__).resolve().parents[1]
 MINUTES = 15.0
@@ -52,6 +52,7 @@ class Variant:
     calibrated: bool
     bar: float | None = None
     """Most perplexity that it may add."""
+    solver: Solver = field(default_factory=Solver)
     nll: list[float] = field(default_factory=list)
     difference: float = 0.0
     standard_error: float | None = None
@@ -68,7 +69,9 @@ def variants() -> list[Variant]:
     return [
         Variant("RTN", Choice("rtn", 128, "sym8"), False, 5.2),
         Variant("RTN, calibrated ranges", Choice("rtn", 128, "asym"), True, 4.2),
+        Variant("RTN, calibrated ranges", Choice("rtn", 128, "sym8"), True),
         Variant("GPTQ", Choice("gptq", 128, "asym"), True, 1.3),
+        Variant("GPTQ", Choice("gptq", 128, "sym8"), True),
         Variant("GPTQ", Choice("gptq", 64, "asym"), True, 1.0),
         Variant("GPTQ", Choice("gptq", 64, "sym8"), True),
     ]
@@ -88,7 +91,8 @@ def quantise(model: Any, rows: list[torch.Tensor], found: list[Variant]) -> tupl
         passing += time.perf_counter() - start
         for i, v in enumerate(found):
             start = time.perf_counter()
-            done = quantize_block(block, linears, dict.fromkeys(linears, v.choice), parts if v.calibrated else {})
+            choices = dict.fromkeys(linears, v.choice)
+            done = quantize_block(block, linears, choices, parts if v.calibrated else {}, v.solver)
             v.seconds += time.perf_counter() - start
             codes[i] |= done.layers
             errors[i] += done.errors.values()
