@@ -20,7 +20,8 @@ import contextvars
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,16 @@ def verify(config: FuTransformerConfig, files: Iterable[str | os.PathLike[str]])
         raise FormatError(f"the manifest has no hash for the packed block of {unknown[0]}")
 
 
+@contextmanager
+def verified() -> Iterator[None]:
+    """Inside, a model is loaded without comparing hashes: that has been done, or there are none."""
+    token = _verified.set(True)
+    try:
+        yield
+    finally:
+        _verified.reset(token)
+
+
 def save(model: Any, directory: str | os.PathLike[str], **more: Any) -> None:
     """``model.save_pretrained(directory)`` for a packed model.
 
@@ -297,7 +308,8 @@ def load(directory: str | os.PathLike[str], dtype: torch.dtype | None = None, de
     """A packed model from a folder, in eval mode, without gradients.
 
     Args:
-        directory: what :func:`save` or ``save_pretrained`` wrote.
+        directory: what :func:`save` or ``save_pretrained`` wrote; or a checkpoint of another project that
+            ``fu_compile.checkpoints`` reads.
         dtype: of what is not packed, and of activations; none: as saved.
         device: where to put it; none: the CPU.
         more: for ``from_pretrained``.
@@ -308,7 +320,11 @@ def load(directory: str | os.PathLike[str], dtype: torch.dtype | None = None, de
     """
     from transformers import AutoModelForCausalLM
 
+    from . import checkpoints
+
     folder = Path(directory).expanduser()
+    if folder.suffix == ".gguf":
+        return checkpoints.load(folder, dtype, device)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -316,21 +332,20 @@ def load(directory: str | os.PathLike[str], dtype: torch.dtype | None = None, de
             f"config.json cannot be read: {error}", where=str(folder), advice="Give a saved folder."
         ) from error
     manifest = config.get("quantization_config") if isinstance(config, dict) else None
+    if isinstance(manifest, dict) and manifest.get("quant_method") in checkpoints.KINDS and not more:
+        return checkpoints.load(folder, dtype, device)
     if not isinstance(manifest, dict) or manifest.get("quant_method") != METHOD:
         kind = manifest.get("quant_method") if isinstance(manifest, dict) else None
         raise FormatError(
             f"this folder holds a model of {kind!r}" if kind else "this folder holds a model that is not packed",
             where=str(folder),
-            advice="fu_compile.checkpoints.convert repacks other formats; fu_compile.quantize packs a float model.",
+            advice="docs/quantize.md lists the formats that can be read; fu_compile.quantize packs a float model.",
         )
     if "device_map" in more and device is not None:
         raise OptionError("device and device_map cannot both be given", where="load")
     verify(FuTransformerConfig.from_dict(manifest), shards(folder))
-    token = _verified.set(True)
-    try:
+    with verified():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto" if dtype is None else dtype, **more)
-    finally:
-        _verified.reset(token)
     model.eval().requires_grad_(False)
     return model if device is None else model.to(device)
 
