@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fu_compile.doctor import doctor as doctor
     from fu_compile.errors import FuError as FuError
     from fu_compile.errors import FuWarning as FuWarning
+    from fu_compile.fp8 import calibrate_fp8 as calibrate_fp8
     from fu_compile.generate import generate as generate
     from fu_compile.hf_quantizer import load as load
     from fu_compile.hf_quantizer import save as save
@@ -42,6 +43,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "Int4Cache": ("int4_cache", "Int4Cache"),
     "KeyTables": ("int4_cache", "KeyTables"),
     "Options": ("options", "Options"),
+    "calibrate_fp8": ("fp8", "calibrate_fp8"),
     "calibrate_keys": ("int4_cache", "calibrate_keys"),
     "compile": ("backend", "compile"),
     "doctor": ("doctor", None),

@@ -11,7 +11,8 @@ Paths:
 =========  ============================================================================================
 ``eager``  the model as transformers runs it, not compiled: what the others are compared with
 ``exact``  ``mode="exact"``: our rewrites, nothing quantised
-``fp8``    FP8 prefill: each window is one forward call
+``fp8``    FP8 prefill: each window is one forward call; with ``fp8_scaling="static"`` the activation scales are
+           calibrated on WikiText-2 valid
 ``int4``   INT4 decode: each token of a window is decoded on its own through the INT4 key/value cache,
            the next input being the text's token and not the model's (teacher forcing)
 ``cache``  an Int4Cache alone, keys calibrated on WikiText-2 valid: decoded token by token, weights as they are
@@ -63,7 +64,7 @@ PATHS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 CALIBRATION_WINDOWS = 4
-"""Windows of the validation split from which the means of the keys are taken."""
+"""Windows of the validation split from which the means of the keys and static FP8 scales are taken."""
 
 # Rows of logits that are turned into float32 log probabilities at once: 256 x 128,256 of Llama 3 are 130 MB.
 _ROWS = 256
@@ -193,6 +194,10 @@ def perplexity(
             start = time.perf_counter()
             kept = _cache(model, tokenizer, name, batch) if name.startswith("cache") else None
             with _prepared(model, name, options or {}):
+                if name == "fp8" and (options or {}).get("fp8_scaling") == "static":
+                    from fu_compile.fp8 import calibrate_fp8
+
+                    calibrate_fp8(model, _validation(tokenizer, length), progress=False)
                 if name == "int4" or kept is not None:
                     nll = score_decode(model, batch, bar.update, kept)
                 else:
@@ -249,9 +254,13 @@ def _cache(model: Any, tokenizer: Any, name: str, batch: Tensor) -> Any:
     from fu_compile.int4_cache import Int4Cache, calibrate_keys
 
     rows, length = batch.shape
-    text, _ = cut(encode(tokenizer, wikitext("valid")[0]), range(CALIBRATION_WINDOWS), length)
-    tables = calibrate_keys(model, [window[None].to(model.device) for window in text])
+    tables = calibrate_keys(model, [window[None].to(model.device) for window in _validation(tokenizer, length)])
     return Int4Cache(model.config, length, rows, model.device, model.dtype, tables=tables, exact_page=name != "cache4")
+
+
+def _validation(tokenizer: Any, length: int) -> Tensor:
+    """The calibration text of all paths: [CALIBRATION_WINDOWS, length] of WikiText-2's validation split."""
+    return cut(encode(tokenizer, wikitext("valid")[0]), range(CALIBRATION_WINDOWS), length)[0]
 
 
 def wikitext(split: str = "test") -> tuple[str, str]:

@@ -11,7 +11,7 @@ Packing goes projection by projection, in blocks of rows, so that no float32 cop
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,6 +281,12 @@ class WeightStore:
             if any(id(r()) in ids for r in entry.sources):
                 entry.versions = [_NEVER] * len(entry.versions)
         self.generation += 1
+
+    def fp8_states(self, sources: Iterable[Tensor]) -> list[Tensor]:
+        """The states (formats.fp8_state) beside FP8 weights that were made from any of these parameters."""
+        ids = set(map(id, sources))
+        found = [e for e in self._entries.values() if any(id(r()) in ids for r in e.sources)]
+        return [e.tensors[2] for e in found if e.tensors[0].dtype == torch.float8_e4m3fn]  # codes, scales, state
 
     @property
     def bytes(self) -> int:
