@@ -4,7 +4,7 @@
 ``quant_method``        what is stored (q: 4-bit codes)                        here
 ======================  ====================================================  =========================================
 gptq                    q along K in int32, zeros along N (v1: zero - 1)       same codes, scales, zeros
-gptq, act-order         the same, group of a column in ``g_idx``               quantised again, with a warning
+gptq, act-order         the same, group of a column in ``g_idx``               down_proj the same, others again, warned
 awq (gemm)              q and zeros along N, order 0 2 4 6 1 3 5 7             same codes, scales, zeros
 compressed-tensors      pack-quantized: q + 8 along K; zeros along N           same codes, scales, zeros
 compressed-tensors      float-quantized: e4m3, scale per tensor or channel     same codes and scales
@@ -16,8 +16,9 @@ GGUF Q4_1               32 columns, f16 scale and minimum                      s
 
 Groups of theirs that are multiples of 128, 64 or 32 columns (or a whole row) become several of ours. Scales that
 float16 cannot hold exactly (bfloat16 below 2^-14, float32) are rounded, codes are kept, and the warning says how many.
-With activation order a column's group is anywhere, and ours are runs of columns: putting the columns in order would
-need the inputs permuted at run time, so those layers are dequantised and rounded to nearest in ``asym`` groups.
+With activation order a column's group is anywhere, and ours are runs of columns. The columns of down_proj can be put in
+order, since the rows of gate_proj and up_proj may stand in the same order: the model computes the same. The inputs of
+the other projections cannot be permuted, so those are dequantised and rounded to nearest, ``asym`` in groups of 32.
 
 Layouts from the formats' own documentation and files; docs/quantize.md names them.
 """
@@ -63,7 +64,36 @@ class Again:
     reason: str
 
 
-Decoded = Int4Codes | Fp8 | Again
+@dataclass(frozen=True)
+class Scattered:
+    """An INT4 weight with activation order: column k belongs to group ``g_idx[k]``, groups have ``size`` columns."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    g_idx: Tensor
+    size: int
+
+    def order(self) -> Tensor:
+        """[K]: the columns, group by group."""
+        return torch.argsort(self.g_idx.long(), stable=True)
+
+    def sorted(self, notes: Counter[str]) -> Decoded:
+        """The weight whose inputs come in that order; in groups of one size it is one of our grids."""
+        order = self.order()
+        if not _in_order(self.g_idx[order], self.size):
+            found = self.again()
+            return Again(found.weight[:, order], found.precision, found.reason)
+        return int4_or_again(self.codes[:, order].contiguous(), self.scales, self.zeros, self.size, notes)
+
+    def again(self) -> Again:
+        """The weight as it stands, for another grid."""
+        groups = self.g_idx.long()
+        weight = (self.codes.float() - self.zeros.float()[:, groups]) * self.scales.float()[:, groups]
+        return Again(weight, "int4", "activation order: the columns of a group are not neighbours")
+
+
+Decoded = Int4Codes | Fp8 | Again | Scattered
 
 
 # ---- nibbles ---------------------------------------------------------------------------------------------------------
@@ -113,12 +143,6 @@ def _in_order(g_idx: Tensor | None, size: int) -> bool:
     return torch.equal(g_idx.long(), torch.arange(g_idx.numel()) // (size if size > 0 else g_idx.numel()))
 
 
-def _scattered(codes: Tensor, scales: Tensor, zeros: Tensor, g_idx: Tensor) -> Again:
-    groups = g_idx.long()
-    weight = (codes.float() - zeros.float()[:, groups]) * scales.float()[:, groups]
-    return Again(weight, "int4", "activation order: the columns of a group are not neighbours")
-
-
 # ---- one decoder per format ------------------------------------------------------------------------------------------
 
 Tensors = Mapping[str, Tensor]
@@ -136,7 +160,7 @@ def gptq(t: Tensors, settings: Mapping[str, Any], notes: Counter[str]) -> Decode
     zeros = unpack_nibbles(t["qzeros"], 1).t().to(torch.int16) + stored
     scales, size = t["scales"].t(), int(settings.get("group_size", -1))
     if not _in_order(t.get("g_idx"), size):
-        return _scattered(codes, scales, zeros, t["g_idx"])
+        return Scattered(codes, scales, zeros, t["g_idx"], size)
     return int4_or_again(codes, scales, zeros, size, notes)
 
 
@@ -174,7 +198,7 @@ def compressed_tensors(t: Tensors, settings: Mapping[str, Any], notes: Counter[s
     size = -1 if args["strategy"] == "channel" else int(args["group_size"])
     g_idx = t.get("weight_g_idx")
     if g_idx is not None and not _in_order(g_idx, size):
-        return _scattered(codes, scales, zeros, g_idx)
+        return Scattered(codes, scales, zeros, g_idx, size)
     return int4_or_again(codes, scales, zeros, size, notes)
 
 
@@ -256,8 +280,6 @@ class Source:
     """What a checkpoint holds: names of packed projections, their decoder, and all other tensors."""
 
     kind: str
-    group: int
-    """Group size for projections that are quantised again."""
     packed: list[str]
     decode: Callable[[str, Counter[str]], Decoded]
     others: Callable[[], Iterator[tuple[str, Tensor]]]
@@ -310,9 +332,7 @@ def _folder(path: Path) -> tuple[Any, Source]:
             if name not in taken:
                 yield name, handle.get_tensor(name)
 
-    size = schemes.get("group_size", 128)
-    group = size if size in formats.GROUPS else 128
-    return config, Source(method, group, packed, decode, others)
+    return config, Source(method, packed, decode, others)
 
 
 def _scheme(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -323,7 +343,7 @@ def _scheme(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         raise FormatError(f"compressed-tensors with {len(schemes)} weight schemes", where="quantization_config")
     if settings.get("format") not in ("pack-quantized", "float-quantized"):
         raise FormatError(f"compressed-tensors format {settings.get('format')!r}", where="quantization_config")
-    return {"weights": schemes[0], "group_size": schemes[0].get("group_size") or 128}
+    return {"weights": schemes[0]}
 
 
 _GGUF_NAMES = {
@@ -382,7 +402,7 @@ def _gguf(path: Path) -> tuple[Any, Source]:
                 value = torch.from_numpy(dequantize(t.data, t.tensor_type).copy())
                 yield name, value[rows(name, value.shape[0])]
 
-    return config, Source("gguf", 32, packed, decode, others)
+    return config, Source("gguf", packed, decode, others)
 
 
 def gguf_name(name: str) -> str:
@@ -417,37 +437,66 @@ def gguf_block(raw: Tensor, kind: int, notes: Counter[str]) -> Decoded:
 
 def _pack(source: Source, config: Any, notes: Counter[str]) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """All tensors of the packed model and the manifest's blocks."""
-    from .quantize import JOINED, PAIRED
+    from .quantize import PAIRED
 
     silu = getattr(config.get_text_config(), "hidden_act", "") in ("silu", "swish")
     state: dict[str, Tensor] = {}
     blocks: dict[str, dict[str, Any]] = {}
-    done: set[str] = set()
-    have = set(source.packed)
-    for name in source.packed:
-        if name in done:
-            continue
-        parent, _, own = name.rpartition(".")
-        together = next((j for j in JOINED if own in j), (own,))
-        names = [f"{parent}.{n}" if parent else n for n in together]
-        if not have.issuperset(names):
-            together, names = (own,), [name]
-        parts = [_settle(source.decode(n, notes), source.group, notes) for n in names]
-        paired = silu and together in PAIRED
-        for members, group in _runs(names, parts, paired):
-            _add(state, blocks, members, group, paired and len(members) == len(names))
-        done |= set(names)
-    state |= dict(source.others())
+    moved: dict[str, Tensor] = {}
+    for task in _tasks(source.packed):
+        found = {name: source.decode(name, notes) for names in task for name in names}
+        down = found[task[-1][0]] if len(task) == 2 else None
+        order = down.order() if isinstance(down, Scattered) else None
+        if isinstance(down, Scattered):
+            found[task[-1][0]] = down.sorted(notes)
+        for names in task:
+            parts = [_settle(found[name], notes) for name in names]
+            if order is not None and names is task[0]:  # the rows of gate and up, as the columns of down
+                parts = [_with_rows(part, order) for part in parts]
+                moved |= {f"{name}.bias": order for name in names}
+            paired = silu and tuple(n.rpartition(".")[2] for n in names) in PAIRED
+            for members, group in _runs(names, parts, paired):
+                _add(state, blocks, members, group, paired and len(members) == len(names))
+    for name, value in source.others():
+        state[name] = value[moved[name]] if name in moved else value
     return state, blocks
 
 
-def _settle(found: Decoded, group: int, notes: Counter[str]) -> Int4Codes | Fp8:
+def _tasks(packed: Sequence[str]) -> Iterator[list[list[str]]]:
+    """What is handled together: projections of one block, and down_proj behind its gate and up."""
+    from .quantize import JOINED
+
+    have, done = set(packed), set[str]()
+    for name in packed:
+        parent, dot, own = name.rpartition(".")
+        gate_up = [f"{parent}{dot}{n}" for n in JOINED[1]]
+        down = f"{parent}{dot}down_proj"
+        if name in done:
+            continue
+        if own in ("down_proj", *JOINED[1]) and have.issuperset((*gate_up, down)):
+            task = [gate_up, [down]]
+        else:
+            names = [f"{parent}{dot}{n}" for n in next((j for j in JOINED if own in j), (own,))]
+            task = [names if have.issuperset(names) else [name]]
+        done |= {n for names in task for n in names}
+        yield task
+
+
+def _settle(found: Decoded, notes: Counter[str]) -> Int4Codes | Fp8:
+    if isinstance(found, Scattered):
+        found = found.again()
     if not isinstance(found, Again):
         return found
     notes[f"projections quantised again, to nearest: {found.reason}"] += 1
     if found.precision == "fp8":
         return Fp8(*formats.quantize_fp8(found.weight))
-    return formats.quantize_int4(found.weight, group, "asym")
+    return formats.quantize_int4(found.weight, min(formats.GROUPS), "asym")
+
+
+def _with_rows(part: Int4Codes | Fp8, order: Tensor) -> Int4Codes | Fp8:
+    if isinstance(part, Fp8):
+        return Fp8(part.codes.view(torch.uint8)[order].view(torch.float8_e4m3fn), part.scales[order])
+    return Int4Codes(part.codes[order], part.scales[order], part.zeros[order], part.group)
 
 
 def _runs(

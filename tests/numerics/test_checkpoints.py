@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from models import config, model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import fu_compile
 from fu_compile import checkpoints, formats
@@ -182,7 +182,6 @@ def test_a_repacked_model_can_be_saved_compiled_and_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("make", "settings", "reason"),
     [
-        (lambda n, k: gptq(n, k, 64, act_order=True), FORMATS["gptq"][1], "activation order"),
         (lambda n, k: compressed(n, k, 48), ints(48), "groups of 48"),
         (lambda n, k: blocks(n, k, 0), {"quant_method": "fp8", "weight_block_size": [128, 128]}, "along the columns"),
     ],
@@ -198,6 +197,45 @@ def test_other_grids_are_quantised_again_with_a_warning(make, settings, reason, 
         error = (linear.weight - weight).norm() / weight.norm()
         # uniform codes over one step: 1 / (15 * sqrt(12)) of the range, which is 3.5 times the rms here; e4m3: 2^-4 / 2
         assert error < 0.12, name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_activation_order_is_kept_where_the_inputs_can_be_put_in_order(family, tmp_path):
+    want = written(tmp_path, lambda n, k: gptq(n, k, 64, act_order=True), FORMATS["gptq"][1], family=family)
+    with pytest.warns(FuWarning, match="activation order") as caught:
+        got = checkpoints.load(tmp_path)
+    assert "(6)" in str(caught[0].message)  # q, k, v, o, gate, up
+    mine, theirs = got.model.layers[0].mlp, want.model.layers[0].mlp
+    order = checkpoints_order(tmp_path)
+    assert torch.equal(mine.down_proj.weight, theirs.down_proj.weight[:, order])
+    twin = theirs.up_proj.weight[order]
+    for name, a, b in (
+        ("up", mine.up_proj.weight, twin),
+        ("gate", mine.gate_proj.weight, theirs.gate_proj.weight[order]),
+    ):
+        # to the nearest of 16 levels in groups of 32 of a uniform distribution
+        assert (a - b).norm() / b.norm() < 0.1, name
+    attention = got.model.layers[0].self_attn
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        a, b = getattr(attention, name).weight, getattr(want.model.layers[0].self_attn, name).weight
+        assert (a - b).norm() / b.norm() < 0.1, name
+
+
+def checkpoints_order(folder):
+    """Columns of down_proj by group, and by number within a group."""
+    g_idx = load_file(folder / "model.safetensors")["model.layers.0.mlp.down_proj.g_idx"].tolist()
+    return sorted(range(len(g_idx)), key=lambda column: (g_idx[column], column))
+
+
+def test_only_the_grid_of_down_proj_moves_the_rows_of_gate_and_up(tmp_path):
+    """down_proj in activation order, everything else in order: nothing is quantised again, the logits are the same."""
+    want = written(tmp_path, lambda n, k: gptq(n, k, 64, act_order=k == 192), FORMATS["gptq"][1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FuWarning)
+        got = checkpoints.load(tmp_path)
+    ids = torch.randint(3, 131, (2, 7))
+    with torch.no_grad():
+        torch.testing.assert_close(got(ids).logits, want(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_zero_points_beyond_the_grid_are_quantised_again(tmp_path):
