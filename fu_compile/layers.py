@@ -38,6 +38,7 @@ from fu_compile.gptq import block_linears
 from fu_compile.lowerings import reference_linear
 from fu_compile.options import Options
 from fu_compile.plan import PRECISIONS
+from fu_compile.quantize import PackedLinear
 from fu_compile.weights import PackSpec, key_risk
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ def layer_report(
             advice='Use kv_cache="int4" or "model".',
         )
     calibration.check_model(model)
-    if packed := next((n for n, m in model.named_modules() if type(m).__name__ == "PackedLinear"), None):
+    if packed := next((n for n, m in model.named_modules() if isinstance(m, PackedLinear)), None):
         raise FormatError(
             "this model is packed: there is no float model to compare with",
             where=packed,
@@ -267,7 +268,7 @@ def text_report(
     """
     text, name, _ = evaluate.read_text(file, dataset)
     batch, chosen = evaluate.cut(evaluate.encode(tokenizer, text), windows, length)
-    named = f"windows {', '.join(map(str, chosen))} of {length} tokens of {name}"
+    named = f"window{'s' * (len(chosen) > 1)} {', '.join(map(str, chosen))} of {length} tokens of {name}"
     return layer_report(model, batch, **{"source": named, **more})
 
 

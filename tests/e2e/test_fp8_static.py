@@ -115,6 +115,14 @@ def test_a_model_without_fp8_has_nothing_to_freeze(model):
         calibrate(model, ids(1, 8))
 
 
+def test_packed_models_have_scales_too(model):
+    fu_compile.quantize(model, overrides=[("*.mlp.*", "fp8"), ("*", "exact")], progress=False)
+    fu_compile.compile(model, **STATIC)
+    assert calibrate(model, ids(2, 9)) == 2
+    states = STORE.fp8_states(model.buffers())
+    assert [formats.fp8_counters(s)["frozen"] for s in states] == [1, 1]
+
+
 def test_the_fp8_path_of_perplexity_calibrates_static_scales(model, monkeypatch):
     class Tokenizer:
         model_max_length = 99

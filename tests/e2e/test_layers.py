@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+import fu_compile
 from fu_compile import Int4Cache, Options, formats, layers, models
 from fu_compile import __main__ as cli
 from fu_compile.errors import CacheMismatchError, DataError, FormatError, OptionError
@@ -231,8 +232,7 @@ def test_what_does_not_fit_is_refused_by_name():
     tables = layers._tables(model, None, 2)
     with pytest.raises(CacheMismatchError, match="2 layers with 2 heads of 24"):
         layer_report(model, batch, tables=type(tables)(tables.means[:1], tables.balances[:1]), progress=False)
-    packed = llama()
-    packed.model.layers[0].mlp.up_proj = type("PackedLinear", (torch.nn.Identity,), {})()
+    packed = fu_compile.quantize(llama(), progress=False)
     with pytest.raises(FormatError, match="is packed"):
         report(packed, batch)
 
