@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fu_compile.int4_cache import Int4Cache as Int4Cache
     from fu_compile.int4_cache import KeyTables as KeyTables
     from fu_compile.int4_cache import calibrate_keys as calibrate_keys
+    from fu_compile.int4_cache import rotate_values as rotate_values
     from fu_compile.options import Options as Options
     from fu_compile.quantize import quantize as quantize
     from fu_compile.report import explain as explain
@@ -53,6 +54,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "load": ("hf_quantizer", "load"),
     "quantize": ("quantize", None),
     "report": ("report", None),
+    "rotate_values": ("int4_cache", "rotate_values"),
     "save": ("hf_quantizer", "save"),
 }
 

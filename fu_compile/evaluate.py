@@ -15,7 +15,8 @@ Paths:
            calibrated on WikiText-2 valid
 ``int4``   INT4 decode: each token of a window is decoded on its own through the INT4 key/value cache,
            the next input being the text's token and not the model's (teacher forcing)
-``cache``  an Int4Cache alone, keys calibrated on WikiText-2 valid: decoded token by token, weights as they are
+``cache``  an Int4Cache alone, keys calibrated on WikiText-2 valid, values rotated (``fu_compile.rotate_values``):
+           decoded token by token, weights as they are
 ``cache4`` the same with every token in INT4, the unfinished page too
 =========  ============================================================================================
 """
@@ -30,7 +31,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ PATHS: dict[str, tuple[str, dict[str, Any]]] = {
     "exact": ("nothing quantised, one call per window", {"mode": "exact"}),
     "fp8": ("FP8 prefill, one call per window", {"prefill": "fp8", "decode": "exact", "kv_cache": "model"}),
     "int4": ("INT4 decode, token by token", {"prefill": "exact", "decode": "int4", "kv_cache": "int4"}),
-    "cache": ("INT4 cache alone, token by token", {"mode": "exact"}),
+    "cache": ("INT4 cache alone, values rotated, token by token", {"mode": "exact"}),
     "cache4": ("the same, unfinished page in INT4 too", {"mode": "exact"}),
 }
 
@@ -193,7 +194,7 @@ def perplexity(
             bar.set_description(f"perplexity, {name}")
             start = time.perf_counter()
             kept = _cache(model, tokenizer, name, batch) if name.startswith("cache") else None
-            with _prepared(model, name, options or {}):
+            with _rotated(model, kept is not None), _prepared(model, name, options or {}):
                 if name == "fp8" and (options or {}).get("fp8_scaling") == "static":
                     from fu_compile.fp8 import calibrate_fp8
 
@@ -256,6 +257,28 @@ def _cache(model: Any, tokenizer: Any, name: str, batch: Tensor) -> Any:
     rows, length = batch.shape
     tables = calibrate_keys(model, [window[None].to(model.device) for window in _validation(tokenizer, length)])
     return Int4Cache(model.config, length, rows, model.device, model.dtype, tables=tables, exact_page=name != "cache4")
+
+
+@contextmanager
+def _rotated(model: Any, wanted: bool) -> Iterator[None]:
+    """The model with rotated values where that is wanted, decoded pages kept; afterwards every weight is as it was."""
+    from fu_compile.int4_cache import rotate_values
+    from fu_compile.lowerings.pages import keeping_decoded
+
+    if not wanted:
+        yield
+        return
+    names = ("v_proj", "qkv_proj", "o_proj")
+    before = [
+        (p, p.detach().clone()) for path, m in model.named_modules() if path.endswith(names) for p in m.parameters()
+    ]
+    rotate_values(model)
+    try:
+        with keeping_decoded():
+            yield
+    finally:
+        for parameter, was in before:
+            parameter.copy_(was)
 
 
 def _validation(tokenizer: Any, length: int) -> Tensor:

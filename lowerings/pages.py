@@ -13,6 +13,9 @@ other devices and those of an Int4Cache, whose point is memory, are decoded at e
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +26,22 @@ from fu_compile import formats
 
 PAGE = formats.PAGE
 _ATTRIBUTE = "_fu_decoded"
+_keep: contextvars.ContextVar[bool] = contextvars.ContextVar("fu_compile_keep_decoded", default=False)
+
+
+@contextlib.contextmanager
+def keeping_decoded() -> Iterator[None]:
+    """Inside, the decoded pages of an Int4Cache on a CPU are kept too: an evaluation wants speed, not memory."""
+    token = _keep.set(True)
+    try:
+        yield
+    finally:
+        _keep.reset(token)
+
+
+def keeps_decoded() -> bool:
+    """Whether this is inside :func:`keeping_decoded`."""
+    return _keep.get()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Positions are read back to the host: on a GPU that stalls the stream, so there t
 from __future__ import annotations
 
 import torch
-from fu_compile.lowerings.pages import PAGE, Store, append, exact_rows, extend, paged, seen
+from fu_compile.lowerings.pages import PAGE, Store, append, exact_rows, extend, keeps_decoded, paged, seen
 from fu_compile.lowerings.reference_block import check_length, merge_heads, rotate, sdpa
 from torch import Tensor
 
@@ -177,7 +177,7 @@ def _over_cache(
 ) -> Tensor:
     """Attention of q: [B, Hq, S, D] f32 over the cache, -> the same shape. k, v: [B, Hkv, S, D], those of the call."""
     k_exact, v_exact = exact_rows(store, keys, k, first), exact_rows(store, values, v, first)
-    keep = not paged(keys, store)
+    keep = keeps_decoded() or not paged(keys, store)
     k, v, finite = seen(store, k_exact, v_exact, first // PAGE, keep, check=mask is not None)
     live = k.shape[2]
     if mask is None and live - first > 1:
@@ -318,16 +318,14 @@ def kv_update(
     first, live = _span(position, keys, store)
     check_length(first, live - 1, length)
     _check_store(keys, k_codes, k.shape[0])
-    exact = first // PAGE * PAGE
+    if not paged(keys, store):
+        _write(store, keys, values, k, v, first, live)
+    k_exact, v_exact = exact_rows(store, keys, k, first), exact_rows(store, values, v, first)
     out = [t.new_zeros((*t.shape[:2], length, t.shape[3])) for t in (k, v)]
-    for to, pages, cache, x in zip(out, store.decode(0, first // PAGE), (keys, values), (k, v), strict=True):
-        to[:, :, :exact].copy_(pages)
-        if paged(keys, store):
-            to[:, :, exact:live].copy_(exact_rows(store, cache, x, first))
-        else:
-            to[:, :, exact:first].copy_(cache[:, :, exact:first])
-            to[:, :, first:live].copy_(x)
-    _write(store, keys, values, k, v, first, live)
+    for to, rows in zip(out, seen(store, k_exact, v_exact, first // PAGE, keeps_decoded(), check=False), strict=False):
+        to[:, :, :live].copy_(rows)
+    if paged(keys, store):
+        extend(store, keys, values, k, v, first)
     return out[0], out[1]
 
 

@@ -599,6 +599,42 @@ def test_key_tables_from_the_model():
         fu_compile.calibrate_keys(model, [])
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+def test_rotated_values(family):
+    """The model computes the same; a value channel that stands out no longer costs the others their INT4 steps."""
+    torch.manual_seed(9)
+    from models import config as family_config
+    from models import model as family_model
+
+    made = family_model(family_config(family)).requires_grad_(False)
+    dim = made.config.hidden_size // made.config.num_attention_heads
+    for at in made.model.layers:
+        v = getattr(at.self_attn, "v_proj", None) or at.self_attn.qkv_proj
+        v.weight[-dim] *= 25
+        at.self_attn.o_proj.weight[:, -dim] /= 25
+    ids = torch.randint(0, 131, (1, 140))
+
+    def logits():
+        exact = StaticCache(config=made.config, max_cache_len=150)
+        return [calls(made, cache, ids, (130, *[1] * 10)) for cache in (exact, Int4Cache(made.config, 150))]
+
+    want, plain = logits()
+    assert fu_compile.rotate_values(made) is made
+    same, rotated = logits()
+    torch.testing.assert_close(same, want, rtol=1e-4, atol=1e-4)  # float32 sums in another order
+    assert (rotated - want).norm() < 0.8 * (plain - want).norm()
+    fu_compile.rotate_values(made)
+    back, _ = logits()
+    torch.testing.assert_close(back, want, rtol=1e-4, atol=1e-4)
+
+
+def test_rotate_values_refuses():
+    other = copy.deepcopy(LlamaForCausalLM(tiny()))
+    other.model.layers = torch.nn.ModuleList()
+    with pytest.raises(CacheMismatchError, match="no attention with v_proj"):
+        fu_compile.rotate_values(other)
+
+
 def test_it_is_a_cache(model):
     cache = Int4Cache(model.config, 100, batch_size=3)
     assert isinstance(cache.layers[0], StaticLayer)
