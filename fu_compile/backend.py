@@ -199,8 +199,9 @@ def keep_kv(captured: Captured, example_inputs: Sequence[Any]) -> dict[str, str]
         weights, biases = ([parameters.get(n.name, n) for n in nodes] for nodes in node.args[1:3])
         for at, (w, rows) in enumerate(zip(node.args[1], map(rows_of, node.args[1]), strict=True)):
             block = None if rows is None else blocks[w.args[0].name]
-            if rows is not None and isinstance(block, Tensor) and not block.is_meta:
-                weights[at] = rows.dense(block)
+            if rows is not None and isinstance(block, Tensor):  # key_risk reads the keys' rows alone
+                read = not block.is_meta and at == min(1, len(weights) - 1)
+                weights[at] = rows.dense(block) if read else block
         norm = None if node.args[4] is None else parameters.get(node.args[4].name)
         if all(isinstance(t, Tensor) and not t.is_meta for t in (*weights, *biases)):
             reason = key_risk(weights, biases, norm, node.args[-3:])

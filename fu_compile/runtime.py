@@ -130,7 +130,11 @@ class Binding:
 def _tables(spec: KVSpec, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
     sources, biases = ([args[i] for i in indices] for indices in (spec.weights, spec.biases))
     rows = spec.rows or (None,) * len(sources)
-    weights = [w if r is None else r.dense(w) for w, r in zip(sources, rows, strict=True)]
+    # Packed weights are dequantised where they are read: the keys' rows for the risk, all of them for tables of a bias.
+    read = range(len(sources)) if spec.biases else (min(1, len(sources) - 1),)
+    weights = [
+        w if r is None or i not in read else r.dense(w) for i, (w, r) in enumerate(zip(sources, rows, strict=True))
+    ]
     norm = None if spec.key_norm is None else args[spec.key_norm]
     reason = key_risk(weights, biases, norm, spec.heads)
     if reason:  # the graph was made for other weights, of this model or of another of its kind
