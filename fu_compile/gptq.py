@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from fu_compile import formats
 from fu_compile.calibration import Moments, Part, Walk, as_rows, check_model, decoder_layers
-from fu_compile.errors import DataError, DtypeError, FormatError, FuWarning, OptionError
+from fu_compile.errors import DataError, DtypeError, FormatError, FuWarning, NoLlamaBlockError, OptionError
 from fu_compile.formats import Int4Codes
 from fu_compile.options import PRECISIONS
 
@@ -232,10 +232,15 @@ def observe(
 
     Returns:
         Full name -> rows of the weight and the second moments that apply to them; and notes.
+
+    Raises:
+        DataError: the block gives a value that is not finite. NoLlamaBlockError: no norm in front of the head.
     """
     decoder, _, layers = decoder_layers(model)
     if index == len(layers):
-        norm = next((m for n, m in decoder.named_children() if n in ("norm", "final_layernorm")), nn.Identity())
+        norm = next((m for n, m in decoder.named_children() if n in ("norm", "final_layernorm")), None)
+        if norm is None:
+            raise NoLlamaBlockError("the norm in front of the output head was not found", where=block)
         moments = Moments(model, linears, full)
         if linears:
             walk.head(norm, moments, next(iter(linears.values())))
