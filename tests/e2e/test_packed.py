@@ -187,6 +187,39 @@ def test_int4_cache_and_fp8_prefill_run_on_a_packed_model():
     assert tables.any()
 
 
+def test_gptq_packs_the_codes_that_it_chose():
+    from fu_compile.gptq import quantize_blocks
+
+    original = model(config("llama", num_hidden_layers=1))
+    ids = torch.randint(3, 131, (3, 40))
+    overrides = [("*v_proj", "fp8"), ("*o_proj", "exact")]
+    chosen = {}
+    for block in quantize_blocks(original, ids, group_size=32, overrides=overrides, progress=False):
+        chosen |= block.layers
+    m = fu_compile.quantize(
+        copy.deepcopy(original), "gptq", group_size=32, overrides=overrides, calibration=ids, progress=False
+    )
+    linears = {n.rpartition("layers.0.")[2]: mod for n, mod in packed_linears(m).items()}
+    assert linears.keys() == {f"self_attn.{p}_proj" for p in "qkv"} | {f"mlp.{p}_proj" for p in ("gate", "up", "down")}
+    for name, codes in chosen.items():
+        assert torch.equal(m.get_submodule(name).weight, formats.dequantize_int4(codes)), name
+    assert linears["self_attn.v_proj"].where.precision == "fp8"
+    assert m.config.quantization_config.method == "gptq"
+
+
+def test_our_own_loop_and_other_backends_run_a_packed_model():
+    m = fu_compile.quantize(model(config("llama")), group_size=32, progress=False)
+    more = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    with torch.no_grad():
+        want = m.generate(tokens(), **more)
+        other = torch.compile(m.forward, backend="aot_eager")
+        assert torch.equal(other(tokens()).logits, logits(m))
+        m.compile(backend="futransformer", options=EAGER_REST)
+        assert torch.equal(m.generate(tokens(), custom_generate=fu_compile.generate, **more), want)
+    tables = fu_compile.calibrate_keys(m, [tokens()])
+    assert len(tables.means) == 2
+
+
 def test_a_key_bias_that_int4_would_lose_is_seen_through_packed_weights():
     original = model(config("qwen2"))
     with torch.no_grad():
