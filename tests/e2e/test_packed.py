@@ -144,7 +144,7 @@ def test_eager_and_backend_compute_with_the_packed_weights(family, options, chan
 
 
 def test_nothing_is_packed_again_and_nothing_copied():
-    m = fu_compile.quantize(model(config("llama")), group_size=64, progress=False)
+    m = fu_compile.quantize(model(config("llama", num_hidden_layers=1)), group_size=64, progress=False)
     blocks = [mod.packed for mod in m.modules() if isinstance(mod, PackedBlock)]
     size = sum(b.numel() for b in blocks)
     m.compile(backend="futransformer", options=EAGER_REST)
@@ -208,7 +208,7 @@ def test_gptq_packs_the_codes_that_it_chose():
 
 
 def test_our_own_loop_and_other_backends_run_a_packed_model():
-    m = fu_compile.quantize(model(config("llama")), group_size=32, progress=False)
+    m = fu_compile.quantize(model(config("llama", num_hidden_layers=1)), group_size=32, progress=False)
     more = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
     with torch.no_grad():
         want = m.generate(tokens(), **more)
@@ -217,7 +217,7 @@ def test_our_own_loop_and_other_backends_run_a_packed_model():
         m.compile(backend="futransformer", options=EAGER_REST)
         assert torch.equal(m.generate(tokens(), custom_generate=fu_compile.generate, **more), want)
     tables = fu_compile.calibrate_keys(m, [tokens()])
-    assert len(tables.means) == 2
+    assert len(tables.means) == 1
 
 
 def test_a_key_bias_that_int4_would_lose_is_seen_through_packed_weights():
@@ -226,7 +226,8 @@ def test_a_key_bias_that_int4_would_lose_is_seen_through_packed_weights():
         original.model.layers[1].self_attn.k_proj.bias[3] = 40.0
     m = fu_compile.quantize(original, group_size=32, progress=False)
     m.compile(backend="futransformer", options={"rest": "eager"})
-    generated(m)
+    with torch.no_grad():
+        m.generate(tokens(), max_new_tokens=1, do_sample=False, cache_implementation="static")
     prefill = fu_compile.report(m).graphs[0]
     assert [e.layer for e in prefill.near_misses() if "k_proj has a bias" in e.note] == ["model.layers.1.self_attn"]
 
@@ -388,9 +389,6 @@ def test_loading_is_exact_and_never_holds_a_float_weight(saved):
     m = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert m.dtype == torch.float32
     assert not any(p.requires_grad for p in m.parameters())
-    m.compile(backend="futransformer", options=EAGER_REST)
-    assert generated(m)[0].shape == (2, 9 + NEW)
-    assert fu_compile.report(m).counters["fallbacks"] == 0
 
 
 def test_saving_again_gives_the_same_manifest_and_hashes(saved, tmp_path):
