@@ -48,7 +48,7 @@ class _AfterImport:
 
 def _register() -> None:
     try:
-        importlib.import_module("fu_compile.hf_quantizer").register()
+        importlib.import_module("fu_compile.hf_quantizer")  # registers at its end, also where its import led here
     except ImportError as error:  # a transformers outside the support window must still be importable
         from fu_compile.errors import FuWarning
 

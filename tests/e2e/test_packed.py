@@ -462,11 +462,12 @@ def test_float_models_are_refused(tmp_path):
         fu_compile.load(tmp_path)
 
 
-def test_importing_the_package_is_enough_for_from_pretrained(saved):
+@pytest.mark.parametrize("first", ["import fu_compile, sys", "import fu_compile.hf_quantizer"])
+def test_importing_the_package_is_enough_for_from_pretrained(saved, first):
     registry.install()  # transformers is there already: registered again, which does no harm
     code = f"""
-import fu_compile, sys
-assert "transformers" not in sys.modules
+{first}
+assert "sys" not in dir() or "transformers" not in sys.modules
 import transformers
 m = transformers.AutoModelForCausalLM.from_pretrained({str(saved[0])!r})
 print(type(m.lm_head).__name__)
