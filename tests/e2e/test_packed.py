@@ -11,6 +11,8 @@ import textwrap
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import config, model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -64,22 +66,28 @@ def generated(m):
 # ---- the layout of a block -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("group", [32, 128])
-@pytest.mark.parametrize("paired", [False, True])
-def test_int4_rows_are_those_of_the_codes(group, paired):
-    parts = [formats.quantize_int4(torch.randn(n, 200), group, "asym") for n in ((48, 48) if paired else (48, 32, 20))]
+@given(
+    group=st.sampled_from(formats.GROUPS), paired=st.booleans(), k=st.integers(1, 300),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), tail=st.integers(1, 40), seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_int4_rows_are_those_of_the_codes(group, paired, k, sizes, tail, seed):
+    """Any sizes: whole strips and a ragged last part; gate and up of any equal height."""
+    rows_of_parts = [tail, tail] if paired else [*(16 * s for s in sizes), tail]
+    generator = torch.Generator().manual_seed(seed)
+    parts = [formats.quantize_int4(torch.randn(n, k, generator=generator), group, "asym") for n in rows_of_parts]
     block = packed.pack_codes(parts, paired)
     n = sum(p.codes.shape[0] for p in parts)
     first = 0
     for part in parts:
-        rows = packed.Rows("int4", n, 200, group, paired, first, part.codes.shape[0])
+        rows = packed.Rows("int4", n, k, group, paired, first, part.codes.shape[0])
         rows.check()
         assert torch.equal(rows.dense(block), formats.dequantize_int4(part))
         if not paired:
             assert rows.operands(block)[0].untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
         first += rows.rows
     whole = rows.whole
-    assert whole.refuses(swiglu=True) == (None if paired else whole.refuses(swiglu=True))
+    assert (whole.refuses(swiglu=True) is None) == paired
     assert bool(whole.refuses(swiglu=False)) == paired
     with pytest.raises(FormatError, match="lies in u8"):
         whole.dense(block[:-1])
