@@ -101,7 +101,8 @@ def rotate_values(model: nn.Module) -> nn.Module:
     Raises:
         CacheMismatchError: no attention of that kind, or one whose sizes do not fit. Nothing is changed.
     """
-    config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator]
+    config: Any = model.config
+    config = config.get_text_config(decoder=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_rows = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim
     pairs = []
@@ -510,7 +511,7 @@ class Int4Cache(Cache):
         pairs: Sequence[Any] = (
             [None] * len(types) if tables is None else [*zip(tables.means, tables.balances, strict=True)]
         )
-        layers = [
+        layers: list[Any] = [
             Int4Layer(max_cache_len, batch_size, heads, head_dim, dtype, place, pair, exact_page) for pair in pairs
         ]
         super().__init__(layers=layers, offloading=offloading)

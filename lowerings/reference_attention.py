@@ -322,8 +322,9 @@ def kv_update(
         _write(store, keys, values, k, v, first, live)
     k_exact, v_exact = exact_rows(store, keys, k, first), exact_rows(store, values, v, first)
     out = [t.new_zeros((*t.shape[:2], length, t.shape[3])) for t in (k, v)]
-    for to, rows in zip(out, seen(store, k_exact, v_exact, first // PAGE, keeps_decoded(), check=False), strict=False):
-        to[:, :, :live].copy_(rows)
+    k_seen, v_seen, _ = seen(store, k_exact, v_exact, first // PAGE, keeps_decoded(), check=False)
+    out[0][:, :, :live].copy_(k_seen)
+    out[1][:, :, :live].copy_(v_seen)
     if paged(keys, store):
         extend(store, keys, values, k, v, first)
     return out[0], out[1]
