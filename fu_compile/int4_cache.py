@@ -137,7 +137,7 @@ class Int4Layer(StaticLayer):
         dtype: of the keys and values of the model.
         device: where everything lives.
         tables: (mean, balance), [Hkv, D] each, or none: zero and one.
-        exact_page: false: every token is rounded to INT4 as it is written, the unfinished page and the call's too.
+        exact_page: false: every token is rounded to INT4 when it is written; only its own call sees it exactly.
 
     Raises:
         HeadDimError: head_dim is odd. CacheLengthError: max_cache_len is not positive.
@@ -256,15 +256,20 @@ class Int4Layer(StaticLayer):
         if not torch.compiler.is_compiling():
             self._check(key_states)
         tokens = key_states.shape[2]
-        if not self.exact_page:
-            key_states, value_states = torch.ops.futransformer.kv_round.default(
-                key_states, value_states, self.key_mean, self.key_balance
-            )
         position = torch.arange(tokens, device=self.device) + self.cumulative_length
         store = (self.k_codes, self.k_scales, self.v_codes, self.v_scales, self.key_mean, self.key_balance)
         keys, values = torch.ops.futransformer.kv_update.default(
             key_states, value_states, self.key_rows, self.value_rows, *store, position, self.max_cache_len
         )
+        if not self.exact_page:
+            # Only the call itself sees its tokens exactly. Slots behind the last token take anything.
+            last = min(tokens, PAGE)
+            k, v = torch.ops.futransformer.kv_round.default(
+                key_states[:, :, -last:], value_states[:, :, -last:], self.key_mean, self.key_balance
+            )
+            slots = position[-last:] % PAGE
+            self.key_rows.index_copy_(2, slots, k)
+            self.value_rows.index_copy_(2, slots, v)
         self.cumulative_length.add_(tokens)
         return keys, values
 
@@ -461,8 +466,8 @@ class Int4Cache(Cache):
         dtype: of the model's activations; default: the configuration's, else torch's default.
         model: where given, key tables come from its k_proj biases (Qwen2-like models need them).
         tables: key tables of :func:`calibrate_keys`; before ``model``.
-        exact_page: false: the unfinished page and the tokens of a call are rounded to INT4 too, as in formats that have
-            no exact page; for comparisons.
+        exact_page: false: the unfinished page is rounded to INT4 too, as in formats that have no exact page, so that a
+            call sees nothing exactly but its own tokens; for comparisons.
         offloading: keep layers on the CPU while other layers run, as transformers' caches do.
 
     Raises:

@@ -26,8 +26,11 @@ NAME = "packed_linear"
 def run(gm: fx.GraphModule, ctx: Context) -> None:
     """Moves the packed weights of ``gm`` to the front; equal ones become one."""
     seen: dict[tuple[Any, ...], fx.Node] = {}
+    packed = [n for n in gm.graph.nodes if is_op(n, "packed_weight")]
+    if not packed:
+        return
     last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
-    for node in [n for n in gm.graph.nodes if is_op(n, "packed_weight")]:
+    for node in packed:
         if node.args[0].op != "placeholder":
             ctx.missed(NAME, node, f"the packed block {node.args[0].name} is computed in the graph")
             continue

@@ -22,7 +22,7 @@ def expected(family: str, layers: int, cache: str) -> dict[str, int]:
     norms = 2 * layers + 1 + (2 * layers if family == "qwen3" else 0)
     writes = 0 if cache == "none" else 2 * layers
     return {"rms_norm": norms, "rotary": 2 * layers, "swiglu": layers, "kv_write": writes, "attention": layers,
-            "qkv": layers, "residual": 2 * layers}  # fmt: skip
+            "qkv": layers, "residual": 2 * layers, "packed_linear": 0}  # fmt: skip
 
 
 def call(m, ids, mask, cache: str, steps: int = 6):

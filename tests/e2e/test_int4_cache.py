@@ -62,12 +62,13 @@ class Plain:
     def update(self, k, v):
         """Returns what attention sees: pages complete before the call decoded, the rest exactly."""
         first = self.length
-        if not self.exact_page:
-            k, v = through(k, v, self.tables)
         self.k, self.v = torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)
         seen = self.k.clone(), self.v.clone()
         for page in range(first // PAGE, self.length // PAGE):
             at = slice(page * PAGE, (page + 1) * PAGE)
+            self.k[:, :, at], self.v[:, :, at] = through(self.k[:, :, at], self.v[:, :, at], self.tables)
+        if not self.exact_page:
+            at = slice(max(first, self.length // PAGE * PAGE), None)
             self.k[:, :, at], self.v[:, :, at] = through(self.k[:, :, at], self.v[:, :, at], self.tables)
         return seen
 

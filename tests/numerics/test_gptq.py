@@ -252,8 +252,9 @@ def test_sweeps_lower_what_gptq_leaves():
     errors = [
         float(metric(w, quantize(w, h, Choice("gptq", 64, "asym"), Solver(sweeps=n))[0], h).sum()) for n in (0, 1, 4)
     ]
-    # The codes of GPTQ are not a minimum of single changes: each was rounded before those after it were known.
-    assert errors[2] < errors[1] < errors[0]
+    # The codes of GPTQ are not a minimum of single changes: each was rounded before those after it were known. More
+    # sweeps need not help: the scales are fitted again afterwards, and rounded.
+    assert max(errors[1:]) < errors[0]
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
