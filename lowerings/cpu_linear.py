@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from fu_compile.lowerings.dense import dense
-from fu_compile.lowerings.reference_linear import check_gain, dense_int4, finish, normalized, steps_of
+from fu_compile.lowerings.reference_linear import check_gain, dense_int4, finish, normalized, rounded_row, steps_of
 from torch import Tensor
 
 from fu_compile import formats
@@ -22,13 +22,6 @@ from fu_compile import formats
 def accepts(x: Tensor, *args: object) -> str | None:
     """Why these arguments are not for this lowering, or none."""
     return None if x.dtype == torch.bfloat16 else f"x is {x.dtype}: for bfloat16 only"
-
-
-def _row(x: Tensor, rms: bool, eps: float, gain: Tensor | None = None) -> Tensor:
-    if not rms:
-        return x
-    row = normalized(x.to(torch.float32), eps)
-    return (row if gain is None else row.mul_(gain)).to(torch.bfloat16)
 
 
 def linear_bf16(
@@ -43,7 +36,7 @@ def linear_bf16(
 ) -> Tensor:
     """weight: [N, K] bf16."""
     rms, steps = steps_of(prologue, epilogue)
-    y = F.linear(_row(x, rms, eps), weight.to(torch.bfloat16))
+    y = F.linear(rounded_row(x, rms, eps), weight.to(torch.bfloat16))
     return finish(y.to(torch.float32), steps, bias, residual, scale).to(x.dtype)
 
 
@@ -67,7 +60,7 @@ def linear_int4(
     paired = "swiglu" in steps
     key = (n, k, group, paired, packed.storage_offset(), torch.bfloat16)
     weight = dense(packed, key, lambda: dense_int4(packed, n, k, group, paired).to(torch.bfloat16))
-    y = F.linear(_row(x, rms, eps, gain), weight)
+    y = F.linear(rounded_row(x, rms, eps, gain), weight)
     return finish(y.to(torch.float32), steps, bias, residual, scale).to(x.dtype)
 
 

@@ -16,36 +16,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fu_compile.lowerings.decode_linear import _capability
+from fu_compile.lowerings.decode_linear import capability
 from fu_compile.lowerings.reference_block import merge_heads
-from fu_compile.lowerings.reference_linear import check_gain, dense_int4, finish, normalized, steps_of
+from fu_compile.lowerings.reference_linear import check_gain, dense_int4, finish, normalized, rounded_row, steps_of
 from torch import Tensor
 
 from fu_compile import formats
 
 
-def _accepts_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    act: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    scale: float,
-    prologue: str,
-    epilogue: str,
-    scaling: str,
-) -> str | None:
+def _accepts_linear(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
     """Why this call is not ours, or none."""
     n, k = weight.shape
-    if scaling == "none":
+    if rest[-1] == "none":
         return "the activations are not quantised"
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"activations are {x.dtype}, not 16 bits"
     if weight.dtype != torch.float8_e4m3fn or n % 16 or k % 16:
         return "cuBLASLt takes e4m3 weights with multiples of 16 rows and columns"
-    if _capability(x.device.index or 0) < (8, 9):
+    if capability(x.device.index or 0) < (8, 9):
         return "FP8 products need compute capability 8.9"
     return None
 
@@ -106,9 +94,7 @@ def linear_int4(
     """packed: formats.pack_int4, as for the reference; weight and row are rounded to x's dtype, sums are float32."""
     rms, steps = steps_of(prologue, epilogue)
     check_gain(gain, k, rms)
-    row = normalized(x.to(torch.float32), eps) if rms else x
-    row = (row if gain is None else row.mul_(gain)).to(x.dtype)
-    y = F.linear(row, dense_int4(packed, n, k, group, "swiglu" in steps).to(x.dtype))
+    y = F.linear(rounded_row(x, rms, eps, gain), dense_int4(packed, n, k, group, "swiglu" in steps).to(x.dtype))
     return finish(y.to(torch.float32), steps, bias, residual, scale).to(x.dtype)
 
 

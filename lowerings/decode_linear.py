@@ -37,7 +37,8 @@ def ceil_div(a: int, b: int) -> int:
 
 
 @functools.cache
-def _capability(device: int) -> tuple[int, int]:
+def capability(device: int) -> tuple[int, int]:
+    """Compute capability of the device with this ordinal; (0, 0) without a GPU."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
@@ -48,7 +49,10 @@ def multiprocessors(device: int) -> int:
 
 
 @functools.cache
-def _jit_missing() -> str | None:
+def unavailable(device: int) -> str | None:
+    """Why no kernel of ours runs on the device with this ordinal, or none."""
+    if capability(device) != (9, 0):
+        return "written for Hopper (compute capability 9.0)"
     return jit.unavailable()
 
 
@@ -70,13 +74,11 @@ def refuses(
             residual is not None and (residual.dtype != x.dtype or residual.shape != (*x.shape[:-1], half)),
             lambda: "the residual does not look like the output",
         ),
-        (_capability(x.device.index or 0) != (9, 0), lambda: "written for Hopper (compute capability 9.0)"),
-        (_jit_missing() is not None, lambda: str(_jit_missing())),
     )
-    return next((say() for wrong, say in reasons if wrong), None)
+    return next((say() for wrong, say in reasons if wrong), None) or unavailable(x.device.index or 0)
 
 
-def _rows(t: Tensor, columns: int) -> tuple[Tensor, int]:
+def rows(t: Tensor, columns: int) -> tuple[Tensor, int]:
     """The tensor as rows that start on 16 bytes, ``stride`` elements apart; copied only if it is not that already."""
     if t.is_contiguous():
         return (t, columns) if t.data_ptr() % 16 == 0 else (t.clone(), columns)
@@ -119,10 +121,10 @@ def launch(
     columns = n // 2 if "swiglu" in epilogue else n
     if y is None:
         y = x.new_empty((*x.shape[:-1], columns))
-    x, ldx = _rows(x, k)
+    x, ldx = rows(x, k)
     ldr = 0
     if "residual" in epilogue and residual is not None:
-        residual, ldr = _rows(residual, columns)
+        residual, ldr = rows(residual, columns)
     device = y.device.index
     if weight.data_ptr() not in _finished:
         _finish(weight, device)

@@ -43,6 +43,14 @@ def normalized(x: Tensor, eps: float) -> Tensor:
     return x * rstd(x, eps)
 
 
+def rounded_row(x: Tensor, rms: bool, eps: float, gain: Tensor | None = None) -> Tensor:
+    """The row that a 16-bit product reads: normalised and times the gain in float32, rounded once to x's dtype."""
+    if not rms:
+        return x
+    row = normalized(x.to(torch.float32), eps)
+    return (row if gain is None else row.mul_(gain)).to(x.dtype)
+
+
 def check_gain(gain: Tensor | None, k: int, rms: bool) -> None:
     """FormatError for a gain without ``rms``, or of another length than the weight's input features."""
     if gain is not None and (not rms or gain.shape != (k,)):

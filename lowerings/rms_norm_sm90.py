@@ -37,18 +37,16 @@ def accepts(x: Tensor, weight: Tensor | None, eps: float) -> str | None:
             lambda: f"decode kernels take 1 to {common.MAX_TOKENS} rows",
         ),
         (weight is None or weight.dtype != x.dtype or weight.shape != (k,), lambda: "the gain does not fit the input"),
-        (common._capability(x.device.index or 0) != (9, 0), lambda: "written for Hopper (compute capability 9.0)"),
-        (common._jit_missing() is not None, lambda: str(common._jit_missing())),
     )
-    return next((say() for wrong, say in reasons if wrong), None)
+    return next((say() for wrong, say in reasons if wrong), None) or common.unavailable(x.device.index or 0)
 
 
 def launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The operator ``rms_norm`` on the current CUDA stream."""
     k = x.shape[-1]
     y = x.new_empty(x.shape)
-    rows, ldx = common._rows(x, k)
-    gain, _ = common._rows(weight, k)
+    rows, ldx = common.rows(x, k)
+    gain, _ = common.rows(weight, k)
     device = y.device.index
     kernel(k, y.numel() // k, x.dtype == torch.float16)(
         device, torch.cuda.current_stream(device).cuda_stream, rows.data_ptr(), gain.data_ptr(), y.data_ptr(), ldx, eps
