@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -189,14 +189,32 @@ def mismatch(layer: Any, keys: Tensor) -> tuple[str, Any, Any] | None:
     if not layer.is_initialized:
         return None
     have = layer.keys
-    for what, dim in (("batch size", 0), ("key/value heads", 1), ("head_dim", 3)):
-        if have.shape[dim] != keys.shape[dim]:
+    named = (("batch size", 0), ("key/value heads", 1), ("head_dim", 3))
+    sizes = [(what, have.shape[i], keys.shape[i]) for what, i in named]
+    return difference(sizes, (("dtype", have.dtype, keys.dtype), ("device", have.device, keys.device)))
+
+
+def difference(
+    sizes: Iterable[tuple[str, Any, Any]], others: Iterable[tuple[str, Any, Any]]
+) -> tuple[str, Any, Any] | None:
+    """The first of (what, the cache's, this call's) in which the two differ. Dynamo traces this."""
+    for what, cache, call in sizes:
+        if cache != call:
             # A symbolic size becomes the number that it is in this call: the call is refused anyway.
-            return what, guard_scalar(have.shape[dim]), guard_scalar(keys.shape[dim])
-    for what, a, b in (("dtype", have.dtype, keys.dtype), ("device", have.device, keys.device)):
-        if a != b:
-            return what, a, b
+            return what, guard_scalar(cache), guard_scalar(call)
+    for what, cache, call in others:
+        if cache != call:
+            return what, cache, call
     return None
+
+
+def too_short(slots: int, used: int, more: int, where: str) -> CacheLengthError:
+    """The error of a call that needs ``more`` slots of a cache in which ``used`` of ``slots`` are taken."""
+    return CacheLengthError(
+        f"the cache has {slots} slots, {used} are used and this call needs {more} more: make it at least"
+        f" {used + more} long",
+        where=where,
+    )
 
 
 def refuse(where: str, what: str, cache: Any, call: Any) -> None:

@@ -44,8 +44,9 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
 
+from .caches import too_short
 from .doctor import BACKEND, backend_of
-from .errors import CacheLengthError, FuWarning, GenerateError, MissingDependencyError
+from .errors import FuWarning, GenerateError, MissingDependencyError
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +269,7 @@ def _decode(
             if room is not None and past >= room:
                 if stop.everybody_done():
                     break
-                raise _too_short(room, past, 1)
+                raise too_short(room, past, 1, "fu_compile.generate")
             past += 1
             if step is None:
                 step = Step(model, _call(model, config, kwargs), tokens, kwargs, past - 1)
@@ -321,7 +322,7 @@ def prefill(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any], 
             advice="Pass the whole conversation, or the new tokens with an attention_mask of the whole conversation.",
         )
     if room is not None and past + new > room:
-        raise _too_short(room, past, new)
+        raise too_short(room, past, new, "fu_compile.generate")
     chunk = config.prefill_chunk_size or new
     part = dict(kwargs)
     outputs = None
@@ -559,14 +560,6 @@ def can_take_back(cache: Cache, returned: bool) -> bool:
         return True
     sliding = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
     return bool(getattr(cache, "is_croppable", False)) and not sliding
-
-
-def _too_short(room: int, past: int, new: int) -> CacheLengthError:
-    return CacheLengthError(
-        f"the cache has {room} slots, {past} are used and this call needs {new} more: make it at least"
-        f" {past + new} long",
-        where="fu_compile.generate",
-    )
 
 
 # ---- who compiles ----------------------------------------------------------------------------------------------------

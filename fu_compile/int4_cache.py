@@ -25,8 +25,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 
 from . import formats, lowerings, ops
-from .caches import refuse
+from .caches import difference, refuse, too_short
 from .errors import CacheLengthError, CacheMismatchError, FuWarning, GradientError, HeadDimError
+from .models import cache_kwarg, heads_of, uncompiled
 from .weights import RISK, key_tables
 
 PAGE = ops.PAGE
@@ -36,6 +37,8 @@ SUPPORTED = ("full_attention", "sliding_attention", "chunked_attention")
 
 _TENSORS = ("key_rows", "value_rows", "k_codes", "k_scales", "v_codes", "v_scales")
 """What has a batch dimension, the first."""
+_SHARED = ("key_mean", "key_balance", "cumulative_length")
+"""What all sequences share."""
 
 
 @dataclass(frozen=True)
@@ -60,25 +63,18 @@ def calibrate_keys(model: nn.Module, input_ids: Iterable[Tensor]) -> KeyTables:
     Raises:
         CacheMismatchError: there is no batch, or a layer keeps no keys of the usual form.
     """
-    from .models import cache_kwarg
-
-    forward = getattr(model, "_compiled_call_impl", None)
     sums: list[Tensor] = []
     count = 0
-    try:
-        model._compiled_call_impl = None  # type: ignore[assignment]
-        with torch.inference_mode(False), torch.no_grad():
-            for ids in input_ids:
-                cache = DynamicCache()
-                model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_kwarg(model): cache})
-                keys: list[Any] = [getattr(layer, "keys", None) for layer in cache.layers]
-                if any(not isinstance(k, Tensor) or k.dim() != 4 or k.shape[2] != ids.shape[1] for k in keys):
-                    raise CacheMismatchError("a layer of this model keeps no keys [B, Hkv, S, D]", where="calibration")
-                totals = [k.to(torch.float64).sum((0, 2)) for k in keys]
-                sums = totals if not sums else [a + b for a, b in zip(sums, totals, strict=True)]
-                count += ids.numel()
-    finally:
-        model._compiled_call_impl = forward  # type: ignore[assignment]
+    with uncompiled(model), torch.inference_mode(False), torch.no_grad():
+        for ids in input_ids:
+            cache = DynamicCache()
+            model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_kwarg(model): cache})
+            keys: list[Any] = [getattr(layer, "keys", None) for layer in cache.layers]
+            if any(not isinstance(k, Tensor) or k.dim() != 4 or k.shape[2] != ids.shape[1] for k in keys):
+                raise CacheMismatchError("a layer of this model keeps no keys [B, Hkv, S, D]", where="calibration")
+            totals = [k.to(torch.float64).sum((0, 2)) for k in keys]
+            sums = totals if not sums else [a + b for a, b in zip(sums, totals, strict=True)]
+            count += ids.numel()
     if not count:
         raise CacheMismatchError("there is no calibration text", where="calibrate_keys")
     means = tuple((s / count).to(torch.float32) for s in sums)
@@ -102,9 +98,8 @@ def rotate_values(model: nn.Module) -> nn.Module:
         CacheMismatchError: no attention of that kind, or one whose sizes do not fit. Nothing is changed.
     """
     config: Any = model.config
-    config = config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_rows = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim
+    _, kv_heads, head_dim = heads_of(config.get_text_config(decoder=True))
+    kv_rows = kv_heads * head_dim
     pairs = []
     for name, module in model.named_modules():
         v = getattr(module, "v_proj", None) or getattr(module, "qkv_proj", None)
@@ -184,7 +179,7 @@ class Int4Layer(StaticLayer):
 
     def _mark(self) -> None:
         """Tells Dynamo that these tensors stay where they are, as StaticLayer does with its own."""
-        for name in (*_TENSORS, "key_mean", "key_balance", "cumulative_length"):
+        for name in (*_TENSORS, *_SHARED):
             torch._dynamo.mark_static_address(getattr(self, name))
 
     def __repr__(self) -> str:
@@ -196,7 +191,7 @@ class Int4Layer(StaticLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of everything the layer holds, tables included."""
-        names = (*_TENSORS, "key_mean", "key_balance", "cumulative_length")
+        names = (*_TENSORS, *_SHARED)
         return sum(getattr(self, name).nbytes for name in names)
 
     @property
@@ -275,25 +270,20 @@ class Int4Layer(StaticLayer):
 
     def _mismatch(self, k: Tensor, v: Tensor) -> tuple[str, Any, Any] | None:
         """(what, the cache's, this call's) of the first thing that does not fit. Dynamo traces this."""
-        # A symbolic size becomes the number that it is in this call: the call is refused anyway.
         if k.shape[2] > self.max_cache_len:
             return "slots", guard_scalar(self.max_cache_len), guard_scalar(k.shape[2])
-        for what, size, here in (
+        sizes = (
             ("batch size", self.batch_size, k.shape[0]),
             ("key/value heads", self.num_heads, k.shape[1]),
             ("head_dim", self.k_head_dim, k.shape[3]),
             ("head_dim of the values", self.v_head_dim, v.shape[3]),
-        ):
-            if size != here:
-                return what, guard_scalar(size), guard_scalar(here)
-        for what, a, b in (
+        )
+        others = (
             ("dtype", self.dtype, k.dtype),
             ("dtype of the values", self.dtype, v.dtype),
             ("device", self.key_rows.device, k.device),
-        ):
-            if a != b:
-                return what, a, b
-        return None
+        )
+        return difference(sizes, others)
 
     def _check(self, k: Tensor) -> None:
         """What only an eager call can know: how full the cache is, whether a gradient is wanted, the kind of keys."""
@@ -301,11 +291,7 @@ class Int4Layer(StaticLayer):
             raise GradientError("gradients are wanted through an Int4Cache", where=type(self).__name__)
         used, tokens = int(self.cumulative_length), k.shape[2]
         if used + tokens > self.max_cache_len:
-            raise CacheLengthError(
-                f"the cache has {self.max_cache_len} slots, {used} are used and this call needs {tokens} more:"
-                f" make it at least {used + tokens} long",
-                where=type(self).__name__,
-            )
+            raise too_short(self.max_cache_len, used, tokens, type(self).__name__)
         if used == 0 and tokens >= PAGE and not self.tables_given:
             rows = k.detach().float()
             constant = float((mean := rows.mean((0, 2))).abs().max())
@@ -449,7 +435,7 @@ class Int4Layer(StaticLayer):
         with torch.inference_mode(False), torch.no_grad():
             for name in ("key_rows", "value_rows"):
                 setattr(self, name, getattr(self, name).to(self.dtype))
-            for name in ("key_mean", "key_balance", "cumulative_length"):
+            for name in _SHARED:
                 setattr(self, name, getattr(self, name).to(self.device))
         self._mark()
         return self
@@ -495,8 +481,7 @@ class Int4Cache(Cache):
             if not isinstance(value, int) or value < 1:
                 raise CacheLengthError(f"{what} is {value!r}: it has to be a positive number", where="Int4Cache")
         types = layer_types(text)
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        _, heads, head_dim = heads_of(text)
         if head_dim % 2:
             raise HeadDimError(f"head_dim is {head_dim}: the rotated cache needs an even one", where="Int4Cache")
         dtype = dtype or getattr(text, "dtype", None) or torch.get_default_dtype()

@@ -423,11 +423,10 @@ def kernels_of(config: Any, tokens: Iterable[int] = (1, 8, 32), group: int = 128
     """
     from fu_compile.lowerings import attention_int4_sm90 as attention
     from fu_compile.lowerings import linear_int4_sm90 as int4
+    from fu_compile.models import heads_of
 
     config = getattr(config, "text_config", None) or config
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv = getattr(config, "num_key_value_heads", None) or heads
+    heads, kv, dim = heads_of(config)
     biased = bool(getattr(config, "attention_bias", False)) or config.model_type.startswith("qwen2")
     hidden, inner = config.hidden_size, config.intermediate_size
     linears = (

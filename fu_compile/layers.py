@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fu_compile import calibration, evaluate, formats
+from fu_compile import calibration, evaluate, formats, models
 from fu_compile.calibration import Moments, Walk
 from fu_compile.errors import CacheMismatchError, FormatError, OptionError
 from fu_compile.gptq import block_linears
@@ -275,9 +275,7 @@ def text_report(
 def _tables(model: Any, tables: KeyTables | None, layers: int) -> KeyTables:
     from fu_compile.int4_cache import tables_of
 
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    _, heads, head_dim = models.heads_of(model.config.get_text_config())
     formats.hadamard_block(head_dim)  # an odd head_dim is an error before any work
     tables = tables_of(model, heads, head_dim) if tables is None else tables
     if len(tables.means) != layers or any(t.shape != (heads, head_dim) for t in (*tables.means, *tables.balances)):

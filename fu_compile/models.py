@@ -122,6 +122,13 @@ def cache_kwarg(model: Any) -> str:
     return "cache" if "cache" in parameters else "past_key_values"
 
 
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """Query heads, key/value heads and head_dim of a text configuration (``get_text_config`` of a model's)."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
 def static_cache(model: Any, length: int, batch_size: int = 1) -> Any:
     """An allocated transformers ``StaticCache`` of ``length`` slots on the model's device, in its dtype.
 
@@ -130,10 +137,9 @@ def static_cache(model: Any, length: int, batch_size: int = 1) -> Any:
     from transformers import StaticCache
 
     config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    _, kv_heads, head_dim = heads_of(config)
     cache = StaticCache(config=config, max_cache_len=length)
-    cache.early_initialization(batch_size, heads, head_dim, model.dtype, model.device)
+    cache.early_initialization(batch_size, kv_heads, head_dim, model.dtype, model.device)
     return cache
 
 

@@ -554,11 +554,11 @@ def _made_up_inputs(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
         )
     from transformers import StaticCache
 
+    from fu_compile.models import heads_of
+
     device, length = _device_of(model), PREFILL_TOKENS
     text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    _, kv_heads, head_dim = heads_of(text)
     cache, twin = (StaticCache(config=config, max_cache_len=4 * length) for _ in range(2))
     dtype = next(model.parameters()).dtype
     cache.early_initialization(batch_size=1, num_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device)

@@ -20,8 +20,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from . import formats
-from .caches import COPIES, Copy, KVSpec
-from .errors import CacheLengthError, CacheMismatchError, MetaParameterError, WeightsChangedError
+from .caches import COPIES, Copy, KVSpec, too_short
+from .errors import CacheMismatchError, MetaParameterError, WeightsChangedError
 from .lowerings.dense import dense_bytes
 from .report import GraphReport
 from .weights import STORE, PackSpec, Sample, key_risk, key_tables
@@ -307,11 +307,7 @@ class CompiledGraph:
         for (i, slots, layer), used in zip(self.signature.limits, before, strict=True):
             length, limit = used + tokens, size(args, slots)  # type: ignore[operator]
             if length > limit:
-                raise CacheLengthError(
-                    f"the cache has {limit} slots, {length - tokens} are used and this call needs {tokens} more:"
-                    f" make it at least {length} long",
-                    where=layer,
-                )
+                raise too_short(limit, length - tokens, tokens, layer)
             after.append((i, length))
         return after
 

@@ -95,10 +95,10 @@ def kernels_of(model: Any, batches: Iterable[int] = (1, 8, 32), length: int = 40
         length: tokens of the cache; from 512 on it makes no difference.
         half: float16 activations instead of bfloat16.
     """
+    from fu_compile.models import heads_of
+
     model = getattr(model, "text_config", None) or model
-    heads = model.num_attention_heads
-    dim = getattr(model, "head_dim", None) or model.hidden_size // heads
-    kv = getattr(model, "num_key_value_heads", None) or heads
+    heads, kv, dim = heads_of(model)
     norm = model.model_type.startswith("qwen3")
     rotated = int(dim * (getattr(model, "partial_rotary_factor", None) or 1.0))
     found = {}
@@ -165,15 +165,7 @@ def accepts(
         return f"a mask {list(mask.shape)}; this kernel takes [1 or B, 1, 1, L]"
     if position.dtype != torch.int64:
         return f"positions are {position.dtype}"
-    return _unavailable(qkv.device.index or 0)
-
-
-@functools.cache
-def _unavailable(device: int) -> str | None:
-    """Why no kernel of ours runs on this device, or none."""
-    if common._capability(device) != (9, 0):
-        return "written for Hopper (compute capability 9.0)"
-    return common._jit_missing()
+    return common.unavailable(qkv.device.index or 0)
 
 
 def _per_sequence(t: Tensor) -> tuple[Tensor, int]:
