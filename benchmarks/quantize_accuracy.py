@@ -22,7 +22,6 @@ import math
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from overhead import ROOT, commit
 from tqdm.auto import tqdm
 
 from fu_compile import evaluate, models
@@ -38,7 +38,6 @@ from fu_compile.calibration import LENGTH, SAMPLES, Walk, as_rows, token_batches
 from fu_compile.formats import dequantize_int4
 from fu_compile.gptq import Choice, Solver, block_linears, observe, quantize_block
 
-ROOT = Path(__file__).resolve().parents[1]
 MINUTES = 15.0
 """Bar of GPTQ over all layers, calibration pass included, on two cores."""
 
@@ -138,14 +137,6 @@ def table(found: list[Variant], eager: float, passing: float, title: str) -> Any
             f"{seconds:.0f}",
         )
     return out
-
-
-def commit() -> str:
-    """Short hash of the checkout, with a mark if the package differs from it."""
-    out = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return out.stdout.strip() or "unknown"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -563,7 +563,6 @@ def test_chunked_prefill(llama, eager, kind, chunk):
     assert (found - logits).abs().max() < 1e-4
 
 
-@pytest.mark.skipif(not hasattr(fu_compile, "Int4Cache"), reason="no Int4Cache in this tree")
 def test_int4_cache(eager):
     """Both loops on one INT4 cache each: the same tokens, through the same graphs."""
     made = build(hidden_size=256, intermediate_size=352, num_attention_heads=4, num_key_value_heads=2,
