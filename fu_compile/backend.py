@@ -29,16 +29,14 @@ from .errors import (
     FuError,
     FuWarning,
     GradientError,
-    HeadDimError,
     LoweringError,
     MetaParameterError,
     MissingDependencyError,
     NoLlamaBlockError,
-    OffloadedParameterError,
-    TrainingModeError,
     through_dynamo,
 )
 from .lowerings import choose, using
+from .models import DTYPES, check
 from .options import Options
 from .passes.packed_linear import rows_of
 from .report import GraphReport, ModelReport, memory_of, new_record, store_of, unwrap
@@ -51,9 +49,6 @@ GRAPHS = 64
 share one (the wrapper around their forward): two models, two batch sizes and two caches would silently run in eager."""
 torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
 guard_static_caches()
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes a model may have."""
 
 
 def futransformer(
@@ -103,28 +98,6 @@ def compile(  # the name torch uses
     new_record(type(model).__name__, resolved, model, *model.parameters())
     model.compile(backend=futransformer, dynamic=dynamic, fullgraph=fullgraph, options=resolved)
     return model
-
-
-def check(model: torch.nn.Module) -> None:
-    """Raises what would make ``model`` wrong under the backend, naming the first offender."""
-    if model.training:
-        raise TrainingModeError(f"{type(model).__name__} is in training mode")
-    for name, module in model.named_modules():
-        hook = getattr(module, "_hf_hook", None)
-        for part in getattr(hook, "hooks", (hook,)):
-            if getattr(part, "offload", False) or getattr(part, "weights_map", None) is not None:
-                raise OffloadedParameterError(f"the parameters of {name or 'the model'} are offloaded", where=name)
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise MetaParameterError(f"parameter {name} is on the meta device", where=name)
-        if parameter.is_floating_point() and parameter.dtype not in DTYPES:
-            raise DtypeError(f"parameter {name} is {parameter.dtype}", where=name)
-    config: Any = getattr(model, "config", None)
-    head_dim = getattr(config, "head_dim", None)
-    if head_dim is None and getattr(config, "num_attention_heads", None):
-        head_dim = config.hidden_size // config.num_attention_heads
-    if isinstance(head_dim, int) and head_dim % 2:
-        raise HeadDimError(f"head_dim is {head_dim}: rotary embedding and the rotated cache need an even one")
 
 
 # ---- one graph -----------------------------------------------------------------------------------------------------

@@ -30,15 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from fu_compile import evaluate, models
-from fu_compile.errors import (
-    DataError,
-    FuWarning,
-    MetaParameterError,
-    NoLlamaBlockError,
-    OffloadedParameterError,
-    OptionError,
-    TrainingModeError,
-)
+from fu_compile.errors import DataError, FuWarning, NoLlamaBlockError, OptionError
 
 SAMPLES = 8
 """Calibration sequences of the measurements in docs/numerics.md."""
@@ -270,24 +262,6 @@ def decoder_layers(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:
     if not isinstance(layers, nn.ModuleList) or name is None or not len(layers):
         raise NoLlamaBlockError(f"{type(model).__name__} has no list of decoder layers", where="model")
     return decoder, name, layers
-
-
-def check_model(model: nn.Module) -> None:
-    """Refuses a model that cannot be calibrated: training mode, meta parameters, offloading hooks, loose adapters."""
-    if model.training:
-        raise TrainingModeError("the model is in training mode", where=type(model).__name__)
-    for name, p in model.named_parameters():
-        if p.is_meta:
-            raise MetaParameterError(f"{name} is on the meta device", where=name)
-    for name, m in model.named_modules():
-        if hasattr(m, "_hf_hook"):
-            raise OffloadedParameterError(f"{name or 'the model'} has a hook of accelerate", where=name)
-        if isinstance(getattr(m, "base_layer", None), nn.Module):
-            raise OptionError(
-                f"{name} has adapters that are not merged into its weight",
-                where=name,
-                advice="Quantise model.merge_and_unload().",
-            )
 
 
 Part = tuple[slice, Tensor]

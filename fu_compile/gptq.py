@@ -31,9 +31,10 @@ import torch
 from torch import Tensor, nn
 
 from fu_compile import formats
-from fu_compile.calibration import Moments, Part, Walk, as_rows, check_model, decoder_layers
+from fu_compile.calibration import Moments, Part, Walk, as_rows, decoder_layers
 from fu_compile.errors import DataError, DtypeError, FormatError, FuWarning, NoLlamaBlockError, OptionError
 from fu_compile.formats import Int4Codes
+from fu_compile.models import check
 from fu_compile.options import PRECISIONS
 
 METHODS = ("gptq", "rtn")
@@ -145,12 +146,12 @@ def quantize_blocks(
         NoLlamaBlockError, TrainingModeError, MetaParameterError, OffloadedParameterError: a model that does not fit.
     """
     default = _choice(Choice(method, group_size, grid), "quantize_blocks")
-    chosen = [(pattern, _override(entry, default)) for pattern, entry in _pairs(overrides)]
+    chosen = [(pattern, choice_of(entry, default)) for pattern, entry in parse_overrides(overrides)]
     if not 0.0 < damping <= 1.0:
         raise OptionError(f"damping cannot be {damping!r}", where="damping", advice="0.01 is usual; at most 1.")
     if not isinstance(sweeps, int) or sweeps < 0:
         raise OptionError(f"sweeps cannot be {sweeps!r}", where="sweeps", advice="A whole number, 0 for plain GPTQ.")
-    check_model(model)
+    check(model, quantising=True)
     plan = _plan(model, default, chosen, lm_head)
     rows = None
     if batches is not None:
@@ -267,7 +268,8 @@ def _choice(choice: Choice, where: str) -> Choice:
     return choice
 
 
-def _pairs(overrides: Any) -> list[tuple[str, Any]]:
+def parse_overrides(overrides: Any) -> list[tuple[str, Any]]:
+    """Pairs of name pattern and choice. OptionError for entries that are none."""
     pairs = list(overrides.items()) if isinstance(overrides, Mapping) else list(overrides)
     for pair in pairs:
         if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], str):
@@ -280,7 +282,7 @@ def _pairs(overrides: Any) -> list[tuple[str, Any]]:
     return [(pattern, entry) for pattern, entry in pairs]
 
 
-def _override(entry: Any, default: Choice) -> Choice | None:
+def choice_of(entry: Any, default: Choice) -> Choice | None:
     """The choice of an entry of ``overrides``; none: the linear is left out."""
     if isinstance(entry, str) and entry in PRECISIONS:
         return default if entry == "int4" else None

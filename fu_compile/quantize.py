@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from glob import escape
 from typing import Any
 
 import torch
@@ -161,7 +163,7 @@ def quantize(
     group_size: int = 128,
     grid: str | None = None,
     lm_head: str = "model",
-    overrides: Iterable[tuple[str, str]] = (),
+    overrides: Iterable[tuple[str, str | Mapping[str, Any]]] = (),
     calibration: Any = None,
     tokenizer: Any = None,
     resume: Any = None,
@@ -174,16 +176,18 @@ def quantize(
 
     Args:
         model: a causal language model of transformers in eval mode, on one device.
-        method: ``"rtn"`` (round to nearest, needs no text) or ``"gptq"`` (fu_compile.gptq).
+        method: ``"rtn"`` (round to nearest; needs no text, with ``calibration`` its ranges are weighted by the inputs)
+            or ``"gptq"`` (fu_compile.gptq).
         group_size: input columns that share one INT4 scale: 128, 64 or 32.
-        grid: ``"sym8"`` or ``"asym"`` (formats.quantize_int4); default: sym8 for rtn, asym for gptq.
-        lm_head: ``"model"`` keeps the output head, ``"int4"`` or ``"fp8"`` packs it (round to nearest; a head tied to
-            the embedding is untied).
-        overrides: pairs (shell glob over the module path, precision), first match wins: ``"int4"``, ``"fp8"`` (one
-            scale per output channel), or ``"bf16"`` and ``"exact"``, which leave the linear as it is.
-        calibration: text for gptq, whatever ``fu_compile.calibration.token_batches`` takes.
+        grid: ``"sym8"`` or ``"asym"`` (formats.quantize_int4); default: asym with calibration, sym8 without.
+        lm_head: ``"model"`` keeps the output head, ``"int4"`` (by ``method``) or ``"fp8"`` packs it; a head tied to the
+            embedding is untied.
+        overrides: pairs (shell glob over the module path, choice), first match wins. A choice is ``"int4"``, ``"fp8"``
+            (one scale per output channel), ``"bf16"`` or ``"exact"``, which leave the linear as it is; or a mapping of
+            ``method``, ``group_size``, ``grid``: INT4 that differs in these.
+        calibration: text, whatever ``fu_compile.calibration.token_batches`` takes; none, with gptq: its default text.
         tokenizer: turns calibration text into ids.
-        resume: gptq: a folder that finished layers are written to and read from.
+        resume: with calibration: a folder that finished layers are written to and read from.
         progress: progress bars.
 
     Returns:
@@ -191,23 +195,38 @@ def quantize(
 
     Raises:
         OptionError, TrainingModeError, MetaParameterError, OffloadedParameterError, DtypeError, NoLlamaBlockError,
-        FormatError (packed already, or a weight that is not finite): before anything is changed.
+        FormatError (packed already, or a weight that is not finite), DataError (calibration text, ``resume``): before
+        anything is changed.
     """
-    from .backend import check
+    from . import gptq
+    from .calibration import token_batches
     from .hf_quantizer import describe
+    from .models import check
 
     if method not in METHODS:
         raise OptionError(f"method cannot be {method!r}", where="quantize", advice=f"Possible: {', '.join(METHODS)}.")
-    grid = grid or ("sym8" if method == "rtn" else "asym")
+    grid = grid or ("sym8" if method == "rtn" and calibration is None else "asym")
     if grid not in ("sym8", "asym"):
         raise OptionError(f"grid cannot be {grid!r}", where="quantize", advice="Possible: sym8, asym.")
-    options = Options(group_size=group_size, lm_head=lm_head, overrides=tuple(overrides))
-    check(model)
-    groups = plan(model, options)
-    if method == "gptq":
-        made = _gptq(model, groups, options, grid, calibration, tokenizer, resume, progress)
+    default = gptq.Choice(method, group_size, grid)
+    pairs = gptq.parse_overrides(overrides)
+    named = tuple((pattern, entry) for pattern, entry in pairs if isinstance(entry, str))
+    options = Options(group_size=group_size, lm_head=lm_head, overrides=named)  # checks the values
+    special = [gptq.choice_of(entry, default) for _, entry in pairs if not isinstance(entry, str)]
+    needs_text = any(c is not None and c.method == "gptq" for c in (default, *special)) or calibration is not None
+    if resume is not None and not needs_text:
+        raise OptionError("round to nearest without calibration cannot be resumed: it reads each weight once", "resume")
+    check(model, quantising=True)
+    groups = plan(model, options, pairs)
+    if needs_text or special:
+        batches = token_batches(calibration, tokenizer, model=model) if needs_text else None
+        blocks = gptq.quantize_blocks(
+            model, batches, method=method, group_size=group_size, grid=grid, overrides=pairs, resume=resume,
+            progress=progress, lm_head=any(g.precision == "int4" and not in_decoder_layer(g.names[0]) for g in groups),
+        )  # fmt: skip
+        made = _from_blocks(groups, blocks, grid)
     else:
-        made = _rtn(groups, options, grid, progress)
+        made = _rtn(groups, grid, progress)
     with torch.no_grad():
         for group, block in made:
             install(model, group, block)
@@ -218,34 +237,44 @@ def quantize(
 
 
 class Group:
-    """Linears that become one block: names (module paths, in order), modules, precision and pairing."""
+    """Linears that become one block: names (module paths, in order), modules, precision, pairing and group size."""
 
-    def __init__(self, names: Sequence[str], modules: Sequence[nn.Linear], precision: str, paired: bool) -> None:
+    def __init__(
+        self, names: Sequence[str], modules: Sequence[nn.Linear], precision: str, paired: bool, group_size: int = 0
+    ) -> None:
         self.names, self.modules, self.precision, self.paired = list(names), list(modules), precision, paired
+        self.group_size = group_size
 
-    def rows(self, group_size: int) -> Rows:
+    @property
+    def rows(self) -> Rows:
         """All rows of the block."""
         n = sum(m.out_features for m in self.modules)
         int4 = self.precision == "int4"
-        return Rows(self.precision, n, self.modules[0].in_features, group_size * int4, self.paired and int4, 0, n)
+        return Rows(self.precision, n, self.modules[0].in_features, self.group_size * int4, self.paired and int4, 0, n)
 
 
-def plan(model: nn.Module, options: Options) -> list[Group]:
-    """The blocks that :func:`quantize` makes, in the order of the modules. Raises for models it cannot do."""
+def plan(model: nn.Module, options: Options, overrides: Sequence[tuple[str, Any]] = ()) -> list[Group]:
+    """The blocks that :func:`quantize` makes, in the order of the modules. Raises for models it cannot do.
+
+    ``overrides``: pairs of pattern and choice, as :func:`quantize` takes them; none: those of ``options``.
+    """
     modules = dict(model.named_modules())
     if packed := next((n for n, m in modules.items() if isinstance(m, PackedLinear)), None):
         raise FormatError("this model is packed already", where=packed, advice="Load the original model again.")
     silu = _activation(model) in ("silu", "swish")
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    wanted: dict[str, str] = {}
+    wanted: dict[str, tuple[str, int]] = {}  # precision and group size
     for name, module in modules.items():
         inside = in_decoder_layer(name)
         if isinstance(module, nn.Linear) and (inside or module is head):
-            wanted[name] = options.precision_for(name, "int4" if inside else options.lm_head)
+            entry = next((e for p, e in overrides or options.overrides if fnmatchcase(name, p)), {})
+            base, more = ("int4" if inside else options.lm_head), entry if isinstance(entry, Mapping) else {}
+            precision = entry if isinstance(entry, str) else base
+            wanted[name] = precision, more.get("group_size", options.group_size)
     if not any(map(in_decoder_layer, wanted)):
         raise NoLlamaBlockError(f"{type(model).__name__} has no linears in decoder layers", where="quantize")
     groups: list[Group] = []
-    for name in [n for n, p in wanted.items() if p in ("int4", "fp8")]:
+    for name in [n for n, (p, _) in wanted.items() if p in ("int4", "fp8")]:
         if any(name in g.names for g in groups[-3:]):
             continue
         parent, _, own = name.rpartition(".")
@@ -254,22 +283,22 @@ def plan(model: nn.Module, options: Options) -> list[Group]:
         if not _can_join([modules.get(n) for n in full], [wanted.get(n) for n in full], own in PAIRED[0] and silu):
             names, full = (own,), [name]
         paired = silu and names in PAIRED and sum(modules[n].out_features for n in full) % 2 == 0
-        groups.append(Group(full, [modules[n] for n in full], wanted[name], paired))  # type: ignore[misc]
+        groups.append(Group(full, [modules[n] for n in full], wanted[name][0], paired, wanted[name][1]))  # type: ignore[misc]
     for group in groups:
         for name, module in zip(group.names, group.modules, strict=True):
             _check_weight(name, module.weight, group.precision)
     return groups
 
 
-def _can_join(modules: Sequence[Any], precisions: Sequence[str | None], paired: bool) -> bool:
+def _can_join(modules: Sequence[Any], wanted: Sequence[tuple[str, int] | None], paired: bool) -> bool:
     """Whether these linears fit one block: all there, alike, and INT4 rows that start at a strip."""
-    if not all(isinstance(m, nn.Linear) for m in modules) or len(set(precisions)) > 1:
+    if not all(isinstance(m, nn.Linear) for m in modules) or len(set(wanted)) > 1 or wanted[0] is None:
         return False
     if len({(m.in_features, m.weight.device, m.weight.dtype) for m in modules}) > 1:
         return False
     if paired:
         return len({m.out_features for m in modules}) == 1
-    return precisions[0] == "fp8" or all(m.out_features % formats.TILE_N == 0 for m in modules[:-1])
+    return wanted[0][0] == "fp8" or all(m.out_features % formats.TILE_N == 0 for m in modules[:-1])
 
 
 def _activation(model: nn.Module) -> str:
@@ -286,70 +315,92 @@ def _check_weight(name: str, weight: Tensor, precision: str) -> None:
         raise FormatError(f"a weight of magnitude {max(-low, high):.3g} has no INT4 scale in float16", where=name)
 
 
-def _rtn(groups: list[Group], options: Options, grid: str, progress: bool) -> Iterator[tuple[Group, PackedBlock]]:
+def _rtn(groups: list[Group], grid: str, progress: bool) -> Iterator[tuple[Group, PackedBlock]]:
     from tqdm.auto import tqdm
 
     total = sum(m.weight.numel() for g in groups for m in g.modules)
     with tqdm(total=total, unit="weight", unit_scale=True, desc="quantize", disable=not progress) as bar:
         for group in groups:
             size = sum(m.weight.numel() for m in group.modules)
-            yield group, rtn_block(group, options.group_size, grid)
+            yield group, rtn_block(group, grid)
             bar.update(size)
 
 
-def rtn_block(group: Group, group_size: int, grid: str = "sym8") -> PackedBlock:
+def rtn_block(group: Group, grid: str = "sym8") -> PackedBlock:
     """The block of these linears, rounded to nearest; float32 copies of a few rows at a time."""
-    rows = group.rows(group_size)
+    rows = group.rows
     weights = [m.weight.detach() for m in group.modules]
     spec = PackSpec(
         name=group.names[0], precision=group.precision, weights=tuple(range(len(weights))), biases=(), gain=None,
-        group=group_size, interleave=rows.paired, n=rows.n, k=rows.k,
+        group=group.group_size, interleave=rows.paired, n=rows.n, k=rows.k,
     )  # fmt: skip
     if rows.precision == "fp8":
         return PackedBlock(rows, pack_fp8(*spec.pack(weights)[:2]))
     packed = torch.empty(rows.bytes, dtype=torch.uint8, device=weights[0].device)
-    strip = formats.int4_bytes(formats.TILE_N, rows.k, group_size)
+    strip = formats.int4_bytes(formats.TILE_N, rows.k, group.group_size)
     for first, part in spec.blocks(weights):
-        piece = formats.pack_int4(formats.quantize_int4(part, group_size, grid))
+        piece = formats.pack_int4(formats.quantize_int4(part, group.group_size, grid))
         packed[first // formats.TILE_N * strip :][: piece.numel()] = piece
     return PackedBlock(rows, packed)
 
 
-def _gptq(
-    model: nn.Module, groups: list[Group], options: Options, grid: str, calibration: Any, tokenizer: Any, resume: Any,
-    progress: bool,
-) -> Iterator[tuple[Group, PackedBlock]]:  # fmt: skip
-    from .calibration import token_batches
-    from .gptq import quantize_blocks
-
-    batches = token_batches(calibration, tokenizer, model=model)
-    blocks = quantize_blocks(
-        model, batches, method="gptq", group_size=options.group_size, grid=grid, overrides=options.overrides,
-        resume=resume, progress=progress,
-    )  # fmt: skip
-    return _from_blocks(groups, blocks, options, grid)
-
-
-def _from_blocks(
-    groups: list[Group], blocks: Iterable[Any], options: Options, grid: str
-) -> Iterator[tuple[Group, PackedBlock]]:
+def _from_blocks(groups: list[Group], blocks: Iterable[Any], grid: str) -> Iterator[tuple[Group, PackedBlock]]:
+    """Packs what ``gptq.quantize_blocks`` yields; linears that it leaves out (FP8) with the block they lie in."""
     left = list(groups)
     for block in blocks:
-        here = [g for g in left if g.names[0].startswith(f"{block.name}.")]
+        here = [g for g in left if g.names[0] == block.name or g.names[0].startswith(f"{block.name}.")]
         for group in here:
             left.remove(group)
-            codes = [block.layers.get(name) for name in group.names]
-            if group.precision == "int4" and all(isinstance(c, Int4Codes) for c in codes):
-                yield group, codes_block(group, codes)  # type: ignore[arg-type]
-            else:
-                yield group, rtn_block(group, options.group_size, grid)
-    for group in left:  # the output head
-        yield group, rtn_block(group, options.group_size, grid)
+            yield group, _block_of(group, block.layers, grid)
+    for group in left:  # an output head that is not INT4
+        yield group, rtn_block(group, grid)
+
+
+def _block_of(group: Group, layers: Mapping[str, Int4Codes], grid: str) -> PackedBlock:
+    codes = [layers.get(name) for name in group.names]
+    if group.precision == "int4" and all(isinstance(c, Int4Codes) for c in codes):
+        return codes_block(group, codes)  # type: ignore[arg-type]
+    return rtn_block(group, grid)
+
+
+def pack(model: nn.Module, codes: Mapping[str, Int4Codes], method: str = "gptq") -> nn.Module:
+    """Packs codes that were chosen before (``gptq.quantize_blocks``); every other linear stays as it is.
+
+    Args:
+        model: as for :func:`quantize`; changed in place.
+        codes: module path -> codes of its weight.
+        method: for the manifest.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        OptionError, FormatError: a path that is no linear of a decoder layer, or codes of another shape, before
+            anything is changed. Otherwise as :func:`quantize`.
+    """
+    from .hf_quantizer import describe
+    from .models import check
+
+    check(model, quantising=True)
+    pairs: list[tuple[str, Any]] = [(escape(name), {"group_size": q.group}) for name, q in codes.items()]
+    groups = plan(model, Options(), [*pairs, ("*", "exact")])
+    known = {n: m for g in groups for n, m in zip(g.names, g.modules, strict=True)}
+    for name, q in codes.items():
+        if name not in known:
+            raise OptionError(f"{name} is no linear of a decoder layer", where="pack")
+        if q.codes.shape != known[name].weight.shape:
+            raise FormatError(f"codes {list(q.codes.shape)} for {list(known[name].weight.shape)}", where=name)
+    with torch.no_grad():
+        for group in groups:
+            install(model, group, _block_of(group, codes, "sym8"))
+    model.requires_grad_(False)
+    describe(model, method)
+    return model
 
 
 def codes_block(group: Group, codes: Sequence[Int4Codes]) -> PackedBlock:
     """The block of these linears from codes that somebody else has chosen."""
-    return PackedBlock(group.rows(codes[0].group), pack_codes(list(codes), paired=group.paired))
+    return PackedBlock(group.rows, pack_codes(list(codes), paired=group.paired))
 
 
 def install(model: nn.Module, group: Group, block: PackedBlock) -> None:
@@ -379,4 +430,4 @@ class _CallableModule(types.ModuleType):
 _CallableModule.__call__.__doc__ = quantize.__doc__
 sys.modules[__name__].__class__ = _CallableModule
 
-__all__ = ["Group", "PackedBlock", "PackedLinear", "plan", "quantize"]
+__all__ = ["Group", "PackedBlock", "PackedLinear", "pack", "plan", "quantize"]
