@@ -42,8 +42,6 @@ from fu_compile import formats, jit
 MODELS = {"8b": (4096, 6144, 4096, 14336), "70b": (8192, 10240, 8192, 28672)}
 """hidden, rows of qkv, columns of o, intermediate"""
 EPS = 1e-5
-SPILL = 36
-"""Bytes that a kernel may spill to be tuned: outside its main loop (tests/numerics/test_kernels_compile.py)."""
 L2_BYTES = 60 << 20
 
 
@@ -465,26 +463,19 @@ def variants(n: int, k: int, tokens: int) -> list[int4.Config]:
     share = int4.ceil_div(n, 16) / sms
     if bound <= 8:
         found.append(int4._few(n, k, 128, bound, sms, 1))
-        found += [int4._reg(n, k, 128, bound, sms, c) for c in ((1, 2) if bound > 1 else (1,))]
     if bound <= 2:
         for cluster, warps, warps_k, strips, chunk in itertools.product(
             (1, 2), (8, 12, 16), (1, 2, 4, 8, 12, 16), (1, 2), (1, 2, 3, 4)
         ):
             if warps // warps_k * strips <= 1.3 * max(1, share * cluster) and not (cluster > 1 and share > 3):
                 found.append(int4.one(n, k, 128, bound, sms, cluster, warps, warps_k, strips, chunk))
-    if bound > 8:
-        for cluster in (1, 2, 4):
-            c = int4._wide(n, k, 128, bound, sms, cluster)
-            if c is None:
-                continue
-            found.append(c)
-            strips = int4.ceil_div(int4.ceil_div(n, 16), c.grid // cluster)
-            for each in (1, 2):
-                wn = int4.ceil_div(int4.ceil_div(strips, int4.ceil_div(strips, each * 7)), each)
-                for wk in range(1, 7 // wn + 1):
-                    v = dataclasses.replace(c, strips=each, warps_n=wn, warps_k=wk)
-                    if wn * wk * 2 >= 7 and (cluster == 1 or wn * each >= strips):
-                        found += [dataclasses.replace(v, slots=slots) for slots in (6, 5, 4, 3)]
+    if bound >= 8:
+        best = int4.many_configs(n, k, 128, bound, sms)[:14]
+        found += best
+        for c in best[:6]:
+            each = dataclasses.asdict(c)
+            shape = [each[f] for f in ("cluster", "warps_n", "warps_k", "strips", "chunk")]
+            found += [int4.many(n, k, 128, bound, sms, *shape, xslots) for xslots in (3, 6)]
     fits = [c for c in found if c is not None and c.smem(n, k, 128) <= int4.SMEM]
     return list(dict.fromkeys(fits))
 
@@ -505,9 +496,20 @@ def tune(model: str, tokens: int, seconds: float) -> dict[str, Any]:
         jit.warmup([kernels[lin.name, c] for lin, c in wanted], progress=False)
 
     def run(lin: Linear, c: int4.Config, v: Tensor, w: Tensor, residual: Tensor | None) -> Tensor:
-        gain = gain_of(lin)
-        return int4.common.launch(
-            kernels[lin.name, c], v, w, lin.n, lin.k, None, residual, EPS, 0.5, lin.epilogue, scales=(gain,)
+        return int4.launch_with(
+            kernels[lin.name, c],
+            c.kind == "many",
+            v,
+            w,
+            lin.n,
+            lin.k,
+            None,
+            residual,
+            EPS,
+            0.5,
+            lin.prologue,
+            lin.epilogue,
+            gain_of(lin),
         )
 
     best: dict[str, list[int4.Config]] = {}
@@ -516,7 +518,7 @@ def tune(model: str, tokens: int, seconds: float) -> dict[str, Any]:
         r = torch.randn(tokens, lin.n, device="cuda", dtype=torch.bfloat16) if "residual" in lin.epilogue else None
         configs = variants(lin.n, lin.k, tokens)
         prepare([(lin, c) for c in configs])
-        configs = [c for c in configs if kernels[lin.name, c].cubin.resources.spill_stores <= SPILL]
+        configs = [c for c in configs if kernels[lin.name, c].cubin.resources.spill_stores == 0]
         want = ours(v, weights[lin.name][0], lin, 128, None, r, gain_of(lin)).float()
         times = {}
         for c in configs:
@@ -527,8 +529,8 @@ def tune(model: str, tokens: int, seconds: float) -> dict[str, Any]:
             graph = graph_of(lambda lin=lin, c=c, v=v, r=r: [run(lin, c, v, w, r) for w in weights[lin.name] * 2])
             times[c] = replay_us(graph, seconds) / (2 * layers)
             out["alone"].append({"case": lin.name, "us": round(times[c], 2), **dataclasses.asdict(c)})
-        first = [c for c in configs[:3] if c in times and c.kind != "one"]
-        best[lin.name] = list(dict.fromkeys(sorted(times, key=lambda c: times[c])[:4] + first))
+        first = [c for c in configs[:1] if c in times and c.kind != "one"]
+        best[lin.name] = list(dict.fromkeys(sorted(times, key=lambda c: times[c])[:3] + first))
         for c in best[lin.name][:3]:
             print(f"{model} M={tokens} {lin.name}: {times[c]:.2f} us  {c}", flush=True)
 
@@ -541,7 +543,12 @@ def tune(model: str, tokens: int, seconds: float) -> dict[str, Any]:
     chosen = {name: configs[0] for name, configs in best.items()}
     us = measure(chosen)
     options = {
-        lin.name: [dataclasses.replace(c, delay=d) for c in best[lin.name] for d in (0, 700, 1400, 2000)]
+        lin.name: [
+            dataclasses.replace(c, delay=d, prefetch=p * c.slots)
+            for c in best[lin.name]
+            for d in (0, 700, 2000)
+            for p in ((0, 1) if c.kind != "few" and d < 2000 else (0,))
+        ]
         for lin in shapes
     }
     prepare([(lin, c) for lin in shapes for c in options[lin.name]])

@@ -21,14 +21,14 @@
 // and the token's position: same input, same bits.
 //
 // Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (1 or 2), FU_GRID, FU_CLUSTER, FU_WARPS, FU_WK, FU_S,
-// FU_CHUNK, FU_SLOTS, FU_DELAY, FU_SMEM, FU_HALF, FU_RMS, FU_GAIN, FU_BIAS, FU_SWIGLU, FU_RESIDUAL.
+// FU_CHUNK, FU_SLOTS, FU_PREFETCH, FU_DELAY, FU_SMEM, FU_HALF, FU_RMS, FU_GAIN, FU_BIAS, FU_SWIGLU, FU_RESIDUAL.
 #include "epilogue.cuh"
 #include "int4.cuh"
 
 namespace {
 constexpr int N = FU_N, K = FU_K, GROUP = FU_GROUP, TOKENS = FU_TOKENS, CLUSTER = FU_CLUSTER;
 constexpr int WARPS = FU_WARPS, THREADS = WARPS * 32, WK = FU_WK, WN = WARPS / WK, S = FU_S;
-constexpr int CHUNK = FU_CHUNK, SLOTS = FU_SLOTS, DELAY = FU_DELAY, PASS = WN * S;
+constexpr int CHUNK = FU_CHUNK, SLOTS = FU_SLOTS, DELAY = FU_DELAY, PREFETCH = FU_PREFETCH, PASS = WN * S;
 constexpr bool HALF = FU_HALF, RMS = FU_RMS, GAIN = FU_GAIN;
 constexpr int TILE = fu::int4_tile_bytes(GROUP), GROUPS = fu::kTileK / GROUP;
 constexpr int STRIPS = (N + 15) / 16, TILES = (K + 127) / 128, UNITS = FU_GRID / CLUSTER;
@@ -199,16 +199,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         int strip, tile;
     } walk = {mine.begin < mine.end ? strips.begin + wn * S : strips.end, mine.begin};
     const u64 policy = createpolicy_evict_first();
-    auto fill = [&](int slot) {  // by lane 0
+    auto next = [&](auto request) {  // by lane 0
         if (walk.strip >= strips.end) return;
         const int bytes = min(CHUNK, mine.end - walk.tile) * TILE, count = min(S, strips.end - walk.strip);
-        mbarrier_arrive_expect_tx(bars + slot * 8, count * bytes);
-        const u8* from = weight + ((long long)walk.strip * TILES + walk.tile) * TILE;
-        for (int s = 0; s < count; ++s)
-            cp_async_bulk(ring + slot * SLOT + s * (SLOT / S), from + (long long)s * TILES * TILE, bytes,
-                          bars + slot * 8, policy);
+        request(weight + ((long long)walk.strip * TILES + walk.tile) * TILE, bytes, count);
         walk.tile += CHUNK;
         if (walk.tile >= mine.end) walk.tile = mine.begin, walk.strip += PASS;
+    };
+    auto fill = [&](int slot) {
+        next([&](const u8* from, int bytes, int count) {
+            mbarrier_arrive_expect_tx(bars + slot * 8, count * bytes);
+            for (int s = 0; s < count; ++s)
+                cp_async_bulk(ring + slot * SLOT + s * (SLOT / S), from + (long long)s * TILES * TILE, bytes,
+                              bars + slot * 8, policy);
+        });
     };
     if (lane == 0) {
         for (int i = 0; i < SLOTS; ++i) mbarrier_init(bars + i * 8, 1);
@@ -216,6 +220,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         fence_proxy_async();
         if (DELAY > 0) wait_clocks(DELAY);
         for (int i = 0; i < SLOTS; ++i) fill(i);
+        const auto filled = walk;
+        for (int i = 0; i < PREFETCH; ++i)
+            next([&](const u8* from, int bytes, int count) {
+                for (int s = 0; s < count; ++s) cp_async_bulk_prefetch_l2(from + (long long)s * TILES * TILE, bytes);
+            });
+        walk = filled;
     }
     __syncwarp();
 

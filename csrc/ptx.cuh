@@ -65,6 +65,15 @@ DEVICE void cp_async_bulk(u32 dst, const void* src, u32 bytes, u32 bar, u64 poli
         "l"(src), "r"(bytes), "r"(bar), "l"(policy)
         : "memory");
 }
+// The same for what will be read again.
+DEVICE void cp_async_bulk(u32 dst, const void* src, u32 bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+                 "l"(src), "r"(bytes), "r"(bar)
+                 : "memory");
+}
+DEVICE void cp_async_bulk_prefetch_l2(const void* src, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
+}
 // 16 bytes, of which the last 16 - bytes are filled with zeros.
 DEVICE void cp_async_16(u32 dst, const void* src, u32 bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
@@ -122,6 +131,9 @@ DEVICE u32x4 ld_shared_v4(u32 a) {
     u32x4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
     return v;
+}
+DEVICE void ld_shared_v2(u32 a, u32& x, u32& y) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(a));
 }
 DEVICE f32x4 ld_shared_f4(u32 a) {
     f32x4 v;
@@ -198,6 +210,11 @@ DEVICE u32 ld_global_cg_u32(const void* p) {
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
+DEVICE float ld_global_cg_f32(const void* p) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
+    return v;
+}
 DEVICE u64 ld_global_cg_v2(const void* p) {
     u64 v;
     asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(p));
@@ -259,6 +276,11 @@ DEVICE u32 movmatrix_trans(u32 v) {
 DEVICE float ex2_approx(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+DEVICE float rcp_approx(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
 DEVICE float rsqrt_approx(float x) {

@@ -297,6 +297,22 @@ def _get(name: str, text: str, key: str) -> Cubin:
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
 
 
+class _Where:
+    """A parameter that is passed by its address on the host: the parameter array points to it, nothing is copied."""
+
+    def __init__(self, pointers: Any, at: int) -> None:
+        self._pointers, self._at = pointers, at
+
+    @property
+    def value(self) -> int | None:
+        """The address."""
+        return self._pointers[self._at]
+
+    @value.setter
+    def value(self, address: int) -> None:
+        self._pointers[self._at] = address
+
+
 def _check(result: tuple[Any, ...]) -> Any:
     from cuda.bindings import driver
 
@@ -325,7 +341,8 @@ class Kernel:
     Args:
         source: file name in csrc.
         constants: rendered as ``#define FU_NAME value``.
-        signature: one letter per parameter: p pointer (an integer address), i int, f float.
+        signature: one letter per parameter: p pointer (an integer address), i int, f float, t tensor map (the address
+            of the 128 bytes on the host).
         shape: how it is launched.
     """
 
@@ -381,8 +398,12 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = shape.block, 1, 1
         config.sharedMemBytes = shape.smem
         config.attrs, config.numAttrs = attributes, len(attributes)
-        values = [_TYPES[s]() for s in self.signature]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        pointers = (ctypes.c_void_p * len(self.signature))()
+        values: list[Any] = []
+        for at, letter in enumerate(self.signature):
+            values.append(_Where(pointers, at) if letter == "t" else _TYPES[letter]())
+            if letter != "t":
+                pointers[at] = ctypes.addressof(values[at])
         self._local.state = state = (config, values, pointers, ctypes.addressof(pointers), driver.cuLaunchKernelEx)
         return state
 
@@ -437,11 +458,12 @@ def kernels_of(config: Any, tokens: Iterable[int] = (1, 8, 32), group: int = 128
     )
     tokens = list(tokens)
     bounds = sorted({next((b for b in int4.TOKENS if t <= b), int4.TOKENS[-1]) for t in tokens})
+    norms = [int4.norm_kernel(hidden, 1, half, not half)] if max(bounds) > int4.FEW_TOKENS else []
     return [
         int4.kernel(n, k, group, bound, half, prologue, epilogue, int4.SMS, prologue == "rms" and not half)
         for bound in bounds
         for n, k, prologue, epilogue in linears
-    ] + attention.kernels_of(config, sorted(set(tokens)), half=half)
+    ] + [*norms, *attention.kernels_of(config, sorted(set(tokens)), half=half)]
 
 
 def most_tokens() -> int:

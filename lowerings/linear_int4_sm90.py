@@ -1,8 +1,8 @@
 """``linear_int4`` on Hopper, 1 to 64 tokens.
 
-``choose`` turns a shape into a kernel (SOURCES: one for 1 and 2 tokens, few to 4, reg to 8, wide to 32; more run 32 at
-a time) and a configuration (blocks, cluster, warps, ring) by counting bytes; ``TUNED`` holds what a measurement in a
-whole layer said instead.
+``choose`` turns a shape into a kernel (SOURCES: one for 1 and 2 tokens, few to 4, many to 32; more run 32 at a time)
+and a configuration (blocks, cluster, warps, rings) by counting bytes; ``TUNED`` holds what a measurement in a whole
+layer said instead. A norm before more than four tokens is a kernel of its own, ``rms_rows_sm90.cu``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from torch import Tensor
 from fu_compile import jit
 from fu_compile.formats import GROUPS, TILE_K, TILE_N, int4_bytes, int4_tile_bytes
 
-WARPS = 8
-"""Warps of a reg block, with 128 registers a thread."""
+MANY_WARPS = 7
+"""Most warps of a many block that multiply; one more feeds them x."""
+FEW_TOKENS = 4
+"""Most tokens whose norm every block takes by itself."""
 FEW_WARPS = 16
 """Warps of a few block, with 64 registers."""
 TOKENS = (1, 2, 4, 8, 16, 32)
@@ -29,8 +31,7 @@ TOKENS = (1, 2, 4, 8, 16, 32)
 SOURCES = {
     "one": "linear_int4_one_sm90.cu",
     "few": "linear_int4_sm90.cu",
-    "reg": "linear_int4_reg_sm90.cu",
-    "wide": "linear_int4_wide_sm90.cu",
+    "many": "linear_int4_many_sm90.cu",
 }
 
 
@@ -46,24 +47,28 @@ class Config:
     cluster: int
     """blocks that split K"""
     strips: int
-    """strips of 16 rows: one, wide: of a warp at a time; few, reg: (groups of them) between two reductions"""
+    """strips of 16 rows: one, many: of a warp at a time; few: (groups of them) between two reductions"""
     slots: int
-    """stages of the ring"""
+    """stages of the ring of weights"""
     warps_k: int = 1
-    """warps along K; reg: tiles of a slot and of the x that a warp holds, 2 or 4"""
+    """warps along K"""
     delay: int = 700
     """clocks between a block's start and its first request for weights"""
+    prefetch: int = 0
+    """one, many: stages beyond the ring that are asked into L2 before the grid before has ended"""
     warps: int = 16
     """one: of a block"""
     chunk: int = 1
-    """one: most tiles of a strip in a slot"""
+    """one, many: most tiles of a strip in a slot"""
     warps_n: int = 1
-    """wide: consumer warps along the rows"""
+    """many: consumer warps along the rows"""
+    xslots: int = 0
+    """many: stages of the ring of x"""
 
     @property
     def threads(self) -> int:
         """Of a block."""
-        warps = {"one": self.warps, "few": FEW_WARPS, "reg": WARPS, "wide": self.warps_n * self.warps_k + 1}
+        warps = {"one": self.warps, "few": FEW_WARPS, "many": self.warps_n * self.warps_k + 1}
         return warps[self.kind] * 32
 
     @property
@@ -93,18 +98,14 @@ class Config:
         slots = self.slots * (FEW_WARPS * tile + 16)
         return slots + tiles * (self.tokens * 256 + groups * 32) + sums + FEW_WARPS * 32
 
-    def _smem_reg(self, n: int, k: int, tile: int, groups: int) -> int:
-        sums, block = 128 if self.tokens <= 2 else 512, self.warps_k
-        return WARPS * (self.slots * (block * tile + 8) + self.strips * sums + block * groups * 32 + 32 + 16)
-
-    def _smem_wide(self, n: int, k: int, tile: int, groups: int) -> int:
-        nb, rows = self.tokens // 8, self.warps_n * self.strips
-        slot = rows * self.warps_k * tile + self.warps_k * (nb * 2048 + groups * self.tokens * 4)
-        slot = ceil_div(slot, 128) * 128
-        sums = 0 if self.cluster * self.warps_k == 1 else self.warps_k * rows * nb * 512
-        one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= rows
-        ring = max(self.slots * slot, sums) if one_pass else self.slots * slot + sums
-        return ring + self.tokens * 4 + self.slots * (16 + self.warps_n * self.warps_k * 8)
+    def _smem_many(self, n: int, k: int, tile: int, groups: int) -> int:
+        warps, step = self.warps_n * self.warps_k, self.warps_k * self.chunk
+        weights = ceil_div(warps * self.slots * self.strips * self.chunk * tile, 128) * 128
+        x = self.xslots * self.tokens * (step * 256 + 64 + step * groups * 4)
+        sums = 0 if self.cluster * self.warps_k == 1 else warps * self.strips * self.tokens * 64
+        one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= self.warps_n * self.strips
+        rings = max(weights + x, sums) if one_pass else weights + x + sums
+        return rings + self.tokens * 4 + self.xslots * 24 + warps * self.slots * 8
 
 
 def _units(cluster: int, strips: int, sms: int) -> int:
@@ -132,19 +133,6 @@ def _few(n: int, k: int, group: int, tokens: int, sms: int, cluster: int, warps_
     slots = (SMEM - config.smem(n, k, group)) // (FEW_WARPS * int4_tile_bytes(group) + 16)
     slots = min(slots, 6, groups * ceil_div(depth, warps_k))
     return replace(config, slots=slots) if slots > 0 else None
-
-
-def _reg(n: int, k: int, group: int, tokens: int, sms: int, cluster: int = 1) -> Config:
-    strips, tiles = ceil_div(n, TILE_N), ceil_div(k, TILE_K)
-    units = _units(cluster, strips, sms)
-    share, depth = ceil_div(strips, units), ceil_div(tiles, WARPS * cluster)
-    block = 2 if depth <= 2 else 4
-    # Where a warp's x does not fit its registers it is read again in every pass: few passes then, and fewer slots.
-    most = 7 if tokens <= 2 or depth > block else 2
-    passes = 1 if cluster > 1 else ceil_div(share, most)
-    config = Config("reg", tokens, units * cluster, cluster, ceil_div(share, passes), 0, warps_k=block)
-    slots = (SMEM - config.smem(n, k, group)) // (WARPS * (block * int4_tile_bytes(group) + 8))
-    return replace(config, slots=max(1, min(slots, share * ceil_div(depth, block))))
 
 
 def one(
@@ -184,34 +172,61 @@ def _one(n: int, k: int, group: int, tokens: int, sms: int) -> Config:
     raise AssertionError(f"no configuration for {n} x {k}, {tokens} tokens")
 
 
-def _wide(n: int, k: int, group: int, tokens: int, sms: int, cluster: int) -> Config | None:
-    strips, tiles = ceil_div(n, TILE_N), ceil_div(k, TILE_K)
-    units = _units(cluster, strips, sms)
-    if tiles < cluster:
+def many(
+    n: int,
+    k: int,
+    group: int,
+    tokens: int,
+    sms: int,
+    cluster: int,
+    warps_n: int,
+    warps_k: int,
+    strips: int,
+    chunk: int,
+    xslots: int,
+) -> Config | None:
+    """A configuration of the kernel for many tokens with as deep a ring of weights as fits, or none without two stages,
+    or when a block's accumulators do not fit its registers."""
+    depth = ceil_div(ceil_div(k, TILE_K), cluster)
+    if strips * tokens // 8 > (16 if group == 128 else 8) or depth < warps_k * chunk or warps_n * warps_k > MANY_WARPS:
         return None
-    share = ceil_div(strips, units)
-    each = 1 if tokens > 32 or (tokens == 32 and group < 128) else 2  # as many strips as registers allow
-    passes = ceil_div(share, each * (WARPS - 1))
+    units = _units(cluster, ceil_div(n, TILE_N), sms)
+    passes = ceil_div(ceil_div(ceil_div(n, TILE_N), units), warps_n * strips)
     if cluster > 1 and passes > 1:
         return None
-    warps_n = ceil_div(ceil_div(share, passes), each)
-    for warps_k in range(max(1, min((WARPS - 1) // warps_n, ceil_div(tiles, cluster))), 0, -1):
-        for slots in (6, 5, 4, 3, 2)[: 5 if warps_k == 1 else 4]:
-            config = Config("wide", tokens, units * cluster, cluster, each, slots, warps_k, warps_n=warps_n)
-            if config.smem(n, k, group) <= SMEM:
-                return config
-    return None
+    steps = passes * ceil_div(depth, warps_k * chunk)
+    config = Config(
+        "many", tokens, units * cluster, cluster, strips, 1, warps_k, chunk=chunk, warps_n=warps_n,
+        xslots=min(xslots, steps),
+    )  # fmt: skip
+    stage = warps_n * warps_k * (strips * chunk * int4_tile_bytes(group) + 8)
+    slots = min(steps, 16, (SMEM - 256 - config.smem(n, k, group)) // stage + 1)
+    return replace(config, slots=slots) if slots >= min(2, steps) else None
 
 
-def _bytes(config: Config, n: int, k: int) -> float:
-    """What one block of a wide kernel moves: weights, x (from L2), sums (through distributed shared memory)."""
-    units = config.grid // config.cluster
-    share = ceil_div(ceil_div(n, TILE_N), units)
-    passes = ceil_div(share, config.warps_n * config.strips)
-    depth = k / config.cluster
-    x = passes * depth * config.tokens * 2
-    sums = share * TILE_N * config.tokens * 4 if config.cluster > 1 else 0
-    return share * TILE_N * depth * 0.53 + 0.8 * x + sums
+def many_configs(n: int, k: int, group: int, tokens: int, sms: int) -> list[Config]:
+    """Every division of the work over warps that wastes little, cheapest first by :func:`_cost`."""
+    found: dict[Config, float] = {}
+    for cluster, strips, warps_n, chunk in itertools.product((1, 2, 4), (1, 2, 3, 4, 7), range(1, 8), (1, 2, 4)):
+        for warps_k in range(1, MANY_WARPS // warps_n + 1):
+            c = many(n, k, group, tokens, sms, cluster, warps_n, warps_k, strips, chunk, 4)
+            c = c or many(n, k, group, tokens, sms, cluster, warps_n, warps_k, strips, chunk, 2)
+            if c is not None and c.smem(n, k, group) <= SMEM:
+                found[c] = _cost(c, n, k)
+    return sorted(found, key=lambda c: found[c])
+
+
+def _cost(config: Config, n: int, k: int) -> float:
+    """Of a block of a many kernel, in bytes of memory: weights, with the time that warps without a strip or a tile
+    stand still; x, from L2 and, once for each warp along the rows, from shared memory; sums."""
+    units, tiles = config.grid // config.cluster, ceil_div(k, TILE_K)
+    share, rows = ceil_div(ceil_div(n, TILE_N), units), config.warps_n * config.strips
+    passes, step = ceil_div(share, rows), config.warps_k * config.chunk
+    steps = ceil_div(ceil_div(tiles, config.cluster), step)
+    busy = passes * rows * steps * step * MANY_WARPS / (config.warps_n * config.warps_k)
+    x = passes * steps * step * TILE_K * config.tokens * 2
+    sums = config.warps_k * share * TILE_N * config.tokens * 4 if config.cluster * config.warps_k > 1 else 0
+    return busy * TILE_N * TILE_K * 0.53 + (0.8 + 0.3 * config.warps_n) * x + sums * config.cluster
 
 
 TUNED: dict[tuple[int, int, int], Config] = {key: Config(**values) for key, values in tuned_int4_sm90.TUNED.items()}
@@ -226,12 +241,8 @@ def choose(n: int, k: int, group: int, tokens: int, sms: int = SMS) -> Config:
         return TUNED[n, k, bound]
     if bound <= 2:
         return _one(n, k, group, bound, sms)
-    if bound > 8:
-        # Clusters of four and eight read x less often and measured slower all the same (8B, 32 tokens).
-        options = [c for cluster in (1, 2) if (c := _wide(n, k, group, bound, sms, cluster)) is not None]
-        return min(options, key=lambda c: _bytes(c, n, k))
-    if bound == 8:  # every block's copy of x is traffic that counts, and x in registers is read once
-        return _reg(n, k, group, bound, sms, 2 if k >= 8192 and n <= 16 * sms * 5 else 1)
+    if bound > FEW_TOKENS:
+        return many_configs(n, k, group, bound, sms)[0]
     few = [c for cluster in (1, 2, 4, 8) if (c := _few(n, k, group, bound, sms, cluster)) is not None]
     # The fewest blocks that split K with which four stages, or all there are, fit beside x.
     deep = [c for c in few if c.slots >= min(4, ceil_div(ceil_div(k, TILE_K), c.cluster * c.warps_k))]
@@ -247,12 +258,14 @@ def kernel_of(
     constants |= {"GRID": config.grid, "CLUSTER": config.cluster}
     if config.kind == "one":
         constants |= {"WARPS": config.warps, "WK": config.warps_k, "S": config.strips, "CHUNK": config.chunk}
-    elif config.kind == "wide":
-        constants |= {"WN": config.warps_n, "WK": config.warps_k, "S": config.strips, "BLOCKS_PER_SM": 2, "LEAD": -1}
+    elif config.kind == "many":
+        constants |= {"WN": config.warps_n, "WK": config.warps_k, "S": config.strips, "CHUNK": config.chunk}
+        constants |= {"XSLOTS": config.xslots}
     else:
-        constants |= {"WK" if config.kind == "few" else "BLOCK": config.warps_k}
-        constants |= {"PASS": config.strips, "LEAD": -1}
-    constants |= {"SLOTS": config.slots, "DELAY": config.delay, "SMEM": smem, "GAIN": int(gain)}
+        constants |= {"WK": config.warps_k, "PASS": config.strips, "LEAD": -1}
+    constants |= {"SLOTS": config.slots, "DELAY": config.delay, "PREFETCH": config.prefetch, "SMEM": smem}
+    if config.kind != "many":  # there rms_rows_sm90.cu has multiplied by it
+        constants |= {"GAIN": int(gain)}
     constants |= common.flags(half, prologue, epilogue)
     shape = jit.Shape(config.grid, config.threads, smem, config.cluster)
     return jit.Kernel(SOURCES[config.kind], constants, "p" + common.SIGNATURE, shape)
@@ -272,6 +285,26 @@ def _kernel(
     n: int, k: int, group: int, tokens: int, half: bool, prologue: str, epilogue: str, sms: int, gain: bool
 ) -> jit.Kernel:
     return kernel_of(choose(n, k, group, tokens, sms), n, k, group, half, prologue, epilogue, gain)
+
+
+@functools.cache
+def norm_kernel(k: int, rows: int, half: bool, gain: bool) -> jit.Kernel:
+    """What runs before a many kernel with a norm."""
+    constants = {"K": k, "HALF": int(half), "GAIN": int(gain)}
+    return jit.Kernel("rms_rows_sm90.cu", constants, "ppppif", jit.Shape(rows, 128, 0))
+
+
+def _normalise(x: Tensor, k: int, gain: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """x [..., K] times the gain, and the reciprocal root mean square of its rows, float32 [M]."""
+    rows = x.numel() // k
+    y = x if gain is None else x.new_empty(x.shape)
+    x, ldx = common.rows(x, k)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    device, pointer = x.device.index, None if gain is None else gain.data_ptr()
+    stream = torch.cuda.current_stream(device).cuda_stream
+    run = norm_kernel(k, rows, x.dtype == torch.float16, gain is not None)
+    run(device, stream, x.data_ptr(), pointer, y.data_ptr(), rstd.data_ptr(), ldx, eps)
+    return y, rstd
 
 
 def accepts(
@@ -316,18 +349,43 @@ def launch(
     gain: Tensor | None = None,
 ) -> Tensor:
     """The operator ``linear_int4`` on the current CUDA stream."""
-    columns = n // 2 if "swiglu" in epilogue else n
-    tokens, most = x.numel() // k, TOKENS[-1]
+    columns, tokens, most = n // 2 if "swiglu" in epilogue else n, x.numel() // k, TOKENS[-1]
     sms, half = common.multiprocessors(x.device.index), x.dtype == torch.float16
+
+    def run(tokens: int, x: Tensor, residual: Tensor | None, y: Tensor | None = None) -> Tensor:
+        made = kernel(n, k, group, tokens, half, prologue, epilogue, sms, gain is not None)
+        many = made.source == SOURCES["many"]
+        return launch_with(made, many, x, packed, n, k, bias, residual, eps, scale, prologue, epilogue, gain, y)
+
     if tokens <= most:
-        run = kernel(n, k, group, tokens, half, prologue, epilogue, sms, gain is not None)
-        return common.launch(run, x, packed, n, k, bias, residual, eps, scale, epilogue, scales=(gain,))
+        return run(tokens, x, residual)
     y = x.new_empty((*x.shape[:-1], columns))
     rows, out = x.reshape(tokens, k), y.view(tokens, columns)
     added = residual.reshape(tokens, columns) if residual is not None and "residual" in epilogue else None
     for i in range(0, tokens, most):
-        run = kernel(n, k, group, min(most, tokens - i), half, prologue, epilogue, sms, gain is not None)
-        more = None if added is None else added[i : i + most]
-        part = rows[i : i + most]
-        common.launch(run, part, packed, n, k, bias, more, eps, scale, epilogue, out[i : i + most], scales=(gain,))
+        part = slice(i, i + most)
+        run(min(most, tokens - i), rows[part], None if added is None else added[part], out[part])
     return y
+
+
+def launch_with(
+    kernel: jit.Kernel,
+    many: bool,
+    x: Tensor,
+    packed: Tensor,
+    n: int,
+    k: int,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    scale: float,
+    prologue: str,
+    epilogue: str,
+    gain: Tensor | None,
+    y: Tensor | None = None,
+) -> Tensor:
+    """One kernel of :func:`kernel_of`; before one for many tokens, the norm."""
+    norm = gain
+    if many:
+        x, norm = _normalise(x, k, gain, eps) if prologue == "rms" else (x, None)
+    return common.launch(kernel, x, packed, n, k, bias, residual, eps, scale, epilogue, y, (norm,))

@@ -49,16 +49,16 @@ def budget(kernel: jit.Kernel) -> int:
     return 16384 // (32 * warps) // 8 * 8
 
 
-REG_SPILL = 36
-"""Bytes a thread of linear_int4_reg_sm90.cu may spill: values that wait while x is loaded. Nothing else spills."""
+
+
 
 
 def check(kernels: list[jit.Kernel]) -> None:
-    kernels = [k for k in kernels if k.source.startswith("linear")]  # attention: test_attention_compile.py
+    kernels = [k for k in kernels if k.source.startswith(("linear", "rms_rows"))]  # attention: test_attention_compile.py
     jit.warmup(kernels, progress=False)
     for kernel in kernels:
         used = kernel.cubin.resources
-        assert used.spill_stores <= (REG_SPILL if "int4_reg" in kernel.source else 0), (kernel.cubin.name, used)
+        assert used.spill_stores == 0, (kernel.cubin.name, used)
         assert used.registers <= budget(kernel), (kernel.cubin.name, used, budget(kernel))
 
 

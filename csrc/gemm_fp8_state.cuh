@@ -1,0 +1,63 @@
+// The state of delayed FP8 scaling (formats.fp8_state) as kernels read and write it.
+#pragma once
+#include "ptx.cuh"
+
+// 0 .. 15: amax history, newest first. 21 .. 23 belong to a call in flight and are zero between calls.
+enum Fp8Slot { HISTORY = 16, SCALE = 16, CALLS = 17, SATURATIONS = 18, FROZEN = 19, NON_FINITE = 20 };
+enum Fp8Flight { AMAX = 21, BAD = 22, ARRIVED = 23 };  // of all blocks: largest |x|, blocks that saw no number, blocks
+enum Fp8Scaling { DELAYED, STATIC, DYNAMIC };
+constexpr float E4M3_MAX = 448.0f;
+
+DEVICE void atomic_max(float* p, float v) {  // v >= 0, where floats are ordered as their bits
+    asm volatile("red.global.max.u32 [%0], %1;" ::"l"(p), "r"(__float_as_uint(v)) : "memory");
+}
+DEVICE void atomic_add(float* p, float v) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory"); }
+DEVICE u32 atomic_count(float* p) {
+    u32 r;
+    asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(r) : "l"(p) : "memory");
+    return r;
+}
+DEVICE float ld_global_cg_f32(const float* p) { return __uint_as_float(ld_global_cg_u32(p)); }
+
+// The smallest normal 2^k with amax * headroom <= 448 * 2^k; 1 where that is 0.
+DEVICE float power_of_two(float amax, float headroom_over_max) {
+    const float up = __int_as_float((__float_as_int(amax * headroom_over_max) + 0x007FFFFF) & 0xFF800000);
+    return up == 0.0f ? 1.0f : up;
+}
+
+// formats._fp8_rule, in two steps: what a call plans before it has seen its input, and what follows from the input.
+struct Fp8Plan {
+    float scale;  // 0: not known before the input is
+    bool frozen;
+};
+DEVICE Fp8Plan fp8_plan(const float* state, int scaling) {
+    float seen = 0.0f;
+#pragma unroll
+    for (int i = 0; i < HISTORY; ++i) seen = fmaxf(seen, ld_global_cg_f32(state + i));
+    const bool frozen = ld_global_cg_f32(state + FROZEN) > 0.0f;
+    if (scaling == DYNAMIC) return {0.0f, frozen};
+    if (scaling == STATIC && frozen) return {ld_global_cg_f32(state + SCALE), frozen};
+    return {seen > 0.0f ? power_of_two(seen, 2.0f / E4M3_MAX) : 0.0f, frozen};
+}
+struct Fp8Choice {
+    float scale;
+    bool saturated, again;  // again: what was written with the plan does not count
+};
+DEVICE Fp8Choice fp8_choose(Fp8Plan plan, float amax, int scaling) {
+    if (scaling == DYNAMIC) return {power_of_two(amax, 1.0f / E4M3_MAX), false, true};
+    if (plan.scale == 0.0f) return {power_of_two(amax, 2.0f / E4M3_MAX), false, true};
+    const bool saturated = amax > plan.scale * E4M3_MAX;
+    return {saturated ? power_of_two(amax, 2.0f / E4M3_MAX) : plan.scale, saturated, saturated};
+}
+// By one thread, when nobody reads the state any more.
+DEVICE void fp8_record(float* state, Fp8Choice c, bool frozen, float amax, bool bad, int scaling) {
+    for (int i = HISTORY - 1; i > 0; --i) state[i] = ld_global_cg_f32(state + i - 1);
+    state[0] = amax;
+    if (!frozen || scaling == DYNAMIC) state[SCALE] = c.scale;
+    state[CALLS] = ld_global_cg_f32(state + CALLS) + 1.0f;
+    state[SATURATIONS] = ld_global_cg_f32(state + SATURATIONS) + float(c.saturated);
+    state[NON_FINITE] = ld_global_cg_f32(state + NON_FINITE) + float(bad);
+    state[AMAX] = state[BAD] = state[ARRIVED] = 0.0f;
+}
+// Infinities become NaN, which the conversion keeps; it would make 448 of them.
+DEVICE float nan_unless_finite(float v) { return v + v * 0.0f; }

@@ -1,0 +1,129 @@
+// What a GEMM needs of its input rows. One block a row, the row in registers, one pass over memory.
+//
+//     RMS, no CODES    rstd[row] = 1 / sqrt(mean(x^2) + eps)                   read 2 K bytes a row
+//     CODES            e4m3 of P(x) / scale, P = RMS normalisation or nothing   read 2 K, write K bytes a row
+//
+// The scale is delayed (formats.fp8_quantize): every block codes its row with the scale that the history plans. The
+// last block to finish knows the largest value of the call; it records it, and where the plan was too small, or there
+// was none, it codes everything again by itself. That is slow and happens once in the life of a history. With dynamic
+// scales there is no plan: a first launch measures (phase 1), a second one codes (phase 2).
+#include "gemm_fp8_state.cuh"
+#include "gemm_ptx.cuh"
+
+constexpr int K = FU_K, THREADS = FU_THREADS, VECTORS = (K / 8 + THREADS - 1) / THREADS;
+constexpr bool RMS = FU_RMS, CODES = FU_CODES, HALF = FU_HALF;
+static_assert(K % 8 == 0 && THREADS % 32 == 0 && THREADS <= 1024, "16-byte loads, whole warps");
+
+struct Row {
+    float x[VECTORS][8];
+
+    DEVICE void load(const u16* row) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const int at = i * THREADS + threadIdx.x;
+            u32x4 v = {};
+            if (at < K / 8) v = ld_global_cg_v4(row + at * 8);
+            const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                x[i][2 * j] = to_f32<HALF>(u16(words[j]));
+                x[i][2 * j + 1] = to_f32<HALF>(u16(words[j] >> 16));
+            }
+        }
+    }
+    template <class F>
+    DEVICE void each(F f) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) f(x[i][j]);
+    }
+    DEVICE void store(u8* row, float inverse) const {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const int at = i * THREADS + threadIdx.x;
+            u32 words[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                words[j] = cvt_e4m3x2(x[i][4 * j] * inverse, x[i][4 * j + 1] * inverse) |
+                           u32(cvt_e4m3x2(x[i][4 * j + 2] * inverse, x[i][4 * j + 3] * inverse)) << 16;
+            if (at < K / 8) st_global_v2(row + at * 8, words[0], words[1]);
+        }
+    }
+};
+
+__shared__ float warps[32];
+__shared__ u32 arrived;
+
+template <class F>
+DEVICE float over_block(float v, F f) {
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) v = f(v, __shfl_xor_sync(0xFFFFFFFF, v, i));
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = warps[0];
+#pragma unroll
+    for (int i = 1; i < THREADS / 32; ++i) v = f(v, warps[i]);
+    return v;
+}
+
+// The row as it is multiplied; infinities are NaN.
+DEVICE void prepare(Row& row, const u16* x, float eps, float* rstd) {
+    row.load(x);
+    if constexpr (RMS) {
+        float sum = 0.0f;
+        row.each([&](float& v) { sum += v * v; });
+        sum = over_block(sum, [](float a, float b) { return a + b; });
+        const float r = 1.0f / sqrtf(sum * (1.0f / K) + eps);
+        if constexpr (CODES)
+            row.each([&](float& v) { v *= r; });
+        else if (threadIdx.x == 0)
+            *rstd = r;
+    }
+    if constexpr (CODES) row.each([](float& v) { v = nan_unless_finite(v); });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    FU_KERNEL(const u16* x, u8* codes, float* rstd, float* state, float* step, int ldx, float eps, int scaling,
+              int phase) {
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
+    Row row;
+    prepare(row, x + (long long)blockIdx.x * ldx, eps, rstd + blockIdx.x);
+    if constexpr (CODES) {
+        const Fp8Plan plan = fp8_plan(state, scaling);
+        if (phase < 2) {
+            float amax = 0.0f, bad = 0.0f;
+            row.each([&](float& v) { amax = fmaxf(amax, fabsf(v)), bad += v * 0.0f; });
+            amax = over_block(amax, [](float a, float b) { return fmaxf(a, b); });
+            if (threadIdx.x == 0) atomic_max(state + AMAX, amax);
+            if (bad != bad) atomic_max(state + BAD, 1.0f);
+            if (phase == 1) return;
+            if (plan.scale != 0.0f) row.store(codes + (long long)blockIdx.x * K, 1.0f / plan.scale);
+        } else {
+            row.store(codes + (long long)blockIdx.x * K,
+                      1.0f / fp8_choose(plan, ld_global_cg_f32(state + AMAX), scaling).scale);
+        }
+        // Writes and maxima of this block before its arrival, those of all blocks before the last one goes on.
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) arrived = atomic_count(state + ARRIVED);
+        __syncthreads();
+        if (arrived != gridDim.x - 1) return;
+        __threadfence();
+        const float amax = ld_global_cg_f32(state + AMAX);
+        const bool bad = ld_global_cg_f32(state + BAD) > 0.0f;
+        const Fp8Choice choice = fp8_choose(plan, amax, scaling);
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            *step = choice.scale;
+            fp8_record(state, choice, plan.frozen && scaling == STATIC, amax, bad, scaling);
+        }
+        if (phase == 0 && choice.again)
+            for (int r = 0; r < gridDim.x; ++r) {
+                prepare(row, x + (long long)r * ldx, eps, rstd);
+                row.store(codes + (long long)r * K, 1.0f / choice.scale);
+            }
+    }
+}

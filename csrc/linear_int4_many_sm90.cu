@@ -1,0 +1,343 @@
+// y[m, N] = E(P(x)[m, K] . W[N, K]^T), INT4 weights, 3 to 32 tokens. Hopper (sm_90a).
+//
+//   cluster (of CLUSTER blocks)   owns strips of 16 rows; its blocks split K, sums meet through distributed shared
+//   memory
+//   step                          WK x CHUNK tiles of K, for all strips of a pass (WN warps x S strips)
+//   consumer warp (wn, wk)        S strips x CHUNK tiles of the step: every fragment of x read from shared memory
+//   serves
+//                                 S strips, every dequantised word TOKENS / 8 mma. Its lane 0 refills the warp's own
+//                                 ring of weights (SLOTS steps) by cp.async.bulk: no warp waits for another's weights
+//   last warp                     rows of x into a ring of XSLOTS steps, as they lie in memory (one cp.async.bulk a
+//   row);
+//                                 sums of x per group and token (mma with ones), what the zero points cost
+//
+// Nothing is done to x here: rows are read with 64 bytes between them so that 16-byte loads of a warp meet every bank
+// once, and 16 bytes are the B operands of two steps of mma (layout.cuh, int4_nibble). A norm before the linear has
+// been through rms_rows_sm90.cu: x times the gain, and the reciprocal root mean square of each row, which multiplies
+// finished sums. (With every block doing that for itself it cost 15 of 48 us in gate_up of 8B at 32 tokens.)
+//
+// Sums in units of the group's scale: before a group the accumulators are multiplied by (scale before) / (this scale),
+// in float32, and at the end by the last one. A second set of accumulators per group would not fit the registers. A
+// scale of zero counts as 2^-60, far below any float16.
+//
+// Bytes: every weight once from HBM; x from L2 once per block and pass: K / CLUSTER x TOKENS x 2 bytes each.
+// Launch: weights of the first SLOTS steps, then PREFETCH more steps into L2, before griddepcontrol.wait. One order of
+// summation whatever m and the token's position: same input, same bits.
+//
+// Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (multiple of 8), FU_GRID, FU_CLUSTER, FU_WN, FU_WK,
+// FU_S, FU_CHUNK, FU_SLOTS, FU_XSLOTS, FU_PREFETCH, FU_DELAY, FU_SMEM, FU_HALF, FU_RMS, FU_BIAS, FU_SWIGLU,
+// FU_RESIDUAL.
+#include "epilogue.cuh"
+#include "int4.cuh"
+
+namespace {
+constexpr int N = FU_N, K = FU_K, GROUP = FU_GROUP, TOKENS = FU_TOKENS, NB = TOKENS / 8, CLUSTER = FU_CLUSTER;
+constexpr int WN = FU_WN, WK = FU_WK, S = FU_S, CHUNK = FU_CHUNK, SLOTS = FU_SLOTS, XSLOTS = FU_XSLOTS;
+constexpr int PREFETCH = FU_PREFETCH, DELAY = FU_DELAY;
+constexpr bool HALF = FU_HALF, RMS = FU_RMS;
+using F = Form<HALF, Codes::OFFSET>;
+constexpr int WARPS = WN * WK, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32, PASS = WN * S, STEP = WK * CHUNK;
+constexpr int TILE = fu::int4_tile_bytes(GROUP), GROUPS = fu::kTileK / GROUP;
+constexpr int STRIPS = (N + 15) / 16, TILES = (K + 127) / 128, UNITS = FU_GRID / CLUSTER, TAIL = K % 128;
+// Steps of the main loop that the compiler may interleave: what is not needed yet waits in shared memory.
+constexpr int HOISTED = S * NB > 8 ? 1 : S * NB > 4 ? 2 : 4;
+constexpr bool ONE_PASS = (STRIPS + UNITS - 1) / UNITS <= PASS;
+constexpr bool DIRECT = CLUSTER == 1 && WK == 1;  // a warp's registers hold finished sums
+static_assert(CLUSTER == 1 || ONE_PASS, "a cluster makes one pass");
+static_assert(THREADS <= 256, "two blocks on a multiprocessor");
+static_assert(TOKENS <= 32, "a lane copies a row");
+
+// shared memory: rings of weights and of x, then the sums (over the rings, when nothing follows)
+constexpr int SLOT = S * CHUNK * TILE, X = (WARPS * SLOTS * SLOT + 127) / 128 * 128;
+constexpr int PITCH = STEP * 256 + 64, XSUM = TOKENS * PITCH, XSLOT = XSUM + STEP * GROUPS * TOKENS * 4;
+constexpr int RINGS = X + XSLOTS * XSLOT, SUM_BYTES = DIRECT ? 0 : WK * PASS * NB * 512;
+constexpr int SUMS = ONE_PASS ? 0 : RINGS, RSTD = ONE_PASS && SUM_BYTES > RINGS ? SUM_BYTES
+                                                  : SUMS                        ? SUMS + SUM_BYTES
+                                                                                : RINGS;
+constexpr int BARS = RSTD + TOKENS * 4, WBARS = BARS + XSLOTS * 24, BYTES = WBARS + WARPS * SLOTS * 8;
+static_assert(BYTES == FU_SMEM, "the lowering computes the same size");
+
+struct Split {
+    int strip_begin, strip_end, tile_begin, tile_end, steps;
+};
+
+DEVICE u32 x_full(u32 smem, int slot) { return smem + BARS + slot * 24; }
+DEVICE u32 x_empty(u32 smem, int slot) { return smem + BARS + slot * 24 + 8; }
+DEVICE u32 x_summed(u32 smem, int slot) { return smem + BARS + slot * 24 + 16; }
+
+// ---- x --------------------------------------------------------------------------------------------------------------
+
+// A lane copies its row's part of a step; what K lacks in the last tile becomes zeros.
+DEVICE void copy_row(u32 to, u32 bar, const u16* row, const Split& p, int step, bool exists) {
+    const int tile = p.tile_begin + step * STEP, tiles = min(STEP, p.tile_end - tile);
+    int bytes = tiles * 256;
+    if (TAIL && tile + tiles == TILES) {
+        bytes -= 256 - TAIL * 2;
+        for (int i = bytes; i < tiles * 256; i += 16) st_shared_v4(to + i, {0, 0, 0, 0});
+        fence_proxy_async();
+    }
+    if (exists) {
+        mbarrier_arrive_expect_tx(bar, bytes);
+        cp_async_bulk(to, row + tile * 128, bytes, bar);
+    } else {
+        mbarrier_arrive(bar);
+    }
+}
+
+// at: row g of x, 16 bytes of lane t
+DEVICE void sum_groups(u32 at, u32 sums, int tiles, int lane) {
+    for (int i = 0; i < tiles; ++i)
+#pragma unroll
+        for (int gi = 0; gi < GROUPS; ++gi) {
+            f32x4 sum[NB] = {};
+#pragma unroll
+            for (int c = gi * 4 / GROUPS; c < (gi + 1) * 4 / GROUPS; ++c) {
+                u32x4 v[NB];
+#pragma unroll
+                for (int nb = 0; nb < NB; ++nb) v[nb] = ld_shared_v4(at + nb * 8 * PITCH + i * 256 + c * 64);
+#pragma unroll
+                for (int nb = 0; nb < NB; ++nb)
+                    mma_m16n8k16<HALF>(sum[nb], F::ONE_LOW, F::ONE_LOW, F::ONE_LOW, F::ONE_LOW, v[nb].x, v[nb].y);
+#pragma unroll
+                for (int nb = 0; nb < NB; ++nb)
+                    mma_m16n8k16<HALF>(sum[nb], F::ONE_LOW, F::ONE_LOW, F::ONE_LOW, F::ONE_LOW, v[nb].z, v[nb].w);
+            }
+            if (lane < 4)
+#pragma unroll
+                for (int nb = 0; nb < NB; ++nb)
+                    st_shared_f2(sums + ((i * GROUPS + gi) * TOKENS + nb * 8 + lane * 2) * 4, {sum[nb].x, sum[nb].y});
+        }
+}
+
+DEVICE void feed(u32 smem, const u16* x, const float* rstd, int m, int ldx, const Split& p, int lane) {
+    const int total = (p.strip_end - p.strip_begin + PASS - 1) / PASS * p.steps;
+    griddepcontrol_wait();
+    if (RMS && lane < TOKENS) st_shared_f32(smem + RSTD + lane * 4, lane < m ? ld_global_cg_f32(rstd + lane) : 0.0f);
+    const u16* row = x + (long long)min(lane, m - 1) * ldx;
+    const u32 base = smem + X, mine = base + lane * PITCH, at = base + (lane >> 2) * PITCH + (lane & 3) * 16;
+    int slot = 0, step = 0, slot_s = 0, step_s = 0;
+    u32 parity = 1, parity_s = 0;  // the first round finds every slot empty
+    // n: the step that is asked for; the one that is summed is as far behind as the ring is deep.
+    for (int n = 0, s = 0; s < total; ++s) {
+        for (; n < total && n <= s + XSLOTS - 1; ++n) {
+            mbarrier_wait_parity(x_empty(smem, slot), parity);
+            if (lane < TOKENS)
+                copy_row(mine + slot * XSLOT, x_full(smem, slot), row, p, step, lane < m);
+            else
+                mbarrier_arrive(x_full(smem, slot));
+            if (++step == p.steps) step = 0;
+            if (++slot == XSLOTS) slot = 0, parity ^= 1;
+        }
+        mbarrier_wait_parity(x_full(smem, slot_s), parity_s);
+        sum_groups(at + slot_s * XSLOT, base + slot_s * XSLOT + XSUM,
+                   min(STEP, p.tile_end - p.tile_begin - step_s * STEP), lane);
+        mbarrier_arrive(x_summed(smem, slot_s));
+        if (++step_s == p.steps) step_s = 0;
+        if (++slot_s == XSLOTS) slot_s = 0, parity_s ^= 1;
+    }
+}
+
+// ---- consumers ------------------------------------------------------------------------------------------------------
+
+// One tile of S strips (CHUNK * TILE apart); x: row g, 16 bytes of lane t; summed: barrier of the sums at xsum.
+DEVICE void multiply(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u32 x, u32 xsum, u32 summed, u32 parity,
+                     int lane) {
+    const u32 scales = weights + fu::kNibbleBytes + (lane >> 2) * 4;
+    const u32 zeros = weights + fu::kNibbleBytes + GROUPS * 32 + (lane >> 2) * 2;
+#pragma unroll
+    for (int gi = 0; gi < GROUPS; ++gi) {
+#pragma unroll
+        for (int s = 0; s < S; ++s) {
+            const u32 pair = ld_shared_u32(scales + s * CHUNK * TILE + gi * 32);
+            const float s0 = to_f32<true>(u16(pair)) + 0x1p-60f, s1 = to_f32<true>(u16(pair >> 16)) + 0x1p-60f;
+            const float r0 = unit[s].x * rcp_approx(s0), r1 = unit[s].y * rcp_approx(s1);
+            unit[s] = {s0, s1};
+#pragma unroll
+            for (int nb = 0; nb < NB; ++nb)
+                acc[s][nb] = {acc[s][nb].x * r0, acc[s][nb].y * r0, acc[s][nb].z * r1, acc[s][nb].w * r1};
+        }
+#pragma unroll HOISTED
+        for (int c = gi * 4 / GROUPS; c < (gi + 1) * 4 / GROUPS; ++c) {
+            u32x4 b[NB];
+#pragma unroll
+            for (int nb = 0; nb < NB; ++nb) b[nb] = ld_shared_v4(x + nb * 8 * PITCH + c * 64);
+#pragma unroll
+            for (int s = 0; s < S; ++s) {
+                u32 a[4], low, high;
+                ld_shared_v2(weights + s * CHUNK * TILE + c / 2 * fu::kVectorBytes + lane * 16 + c % 2 * 8, low, high);
+                F::dequantise(low, a);
+#pragma unroll
+                for (int nb = 0; nb < NB; ++nb)
+                    mma_m16n8k16<HALF>(acc[s][nb], a[0], a[1], a[2], a[3], b[nb].x, b[nb].y);
+                F::dequantise(high, a);
+#pragma unroll
+                for (int nb = 0; nb < NB; ++nb)
+                    mma_m16n8k16<HALF>(acc[s][nb], a[0], a[1], a[2], a[3], b[nb].z, b[nb].w);
+            }
+        }
+        if (gi == 0) mbarrier_wait_parity(summed, parity);
+        f32x2 z[S];
+#pragma unroll
+        for (int s = 0; s < S; ++s) z[s] = zero_points<Codes::OFFSET>(zeros + s * CHUNK * TILE + gi * 16);
+#pragma unroll
+        for (int nb = 0; nb < NB; ++nb) {
+            const f32x2 xs = ld_shared_f2(xsum + (gi * TOKENS + nb * 8 + 2 * (lane & 3)) * 4);
+#pragma unroll
+            for (int s = 0; s < S; ++s) {
+                f32x4& v = acc[s][nb];
+                v = {fmaf(-z[s].x, xs.x, v.x), fmaf(-z[s].x, xs.y, v.y), fmaf(-z[s].y, xs.x, v.z),
+                     fmaf(-z[s].y, xs.y, v.w)};
+            }
+        }
+    }
+}
+
+DEVICE f32x4 times(f32x4 v, u32 smem, int token) {
+    if constexpr (!RMS) return v;
+    const f32x2 r = ld_shared_f2(smem + RSTD + token * 4);
+    return {v.x * r.x, v.y * r.y, v.z * r.x, v.w * r.y};
+}
+}  // namespace
+
+// 112 registers: two blocks of 256 threads leave room for a block of rms_rows.
+extern "C" __global__ void __maxnreg__(S* NB >= 8 ? 128 : 112)
+    FU_KERNEL(const u16* __restrict__ x, const u8* __restrict__ weight, const float* __restrict__ rstd,
+              const u16* __restrict__ bias, const u16* __restrict__ residual, u16* __restrict__ y, int m, int ldx,
+              int ldr, float, float scale) {
+    extern __shared__ __align__(128) u8 shared[];
+    const u32 smem = cvta_to_shared(shared);
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int rank = CLUSTER > 1 ? int(cluster_ctarank()) : 0, unit_id = int(blockIdx.x) / CLUSTER;
+    Split p = {int((long long)STRIPS * unit_id / UNITS), int((long long)STRIPS * (unit_id + 1) / UNITS),
+               TILES * rank / CLUSTER, TILES * (rank + 1) / CLUSTER, 0};
+    p.steps = (p.tile_end - p.tile_begin + STEP - 1) / STEP;
+    griddepcontrol_launch_dependents();
+
+    const int wn = warp % WN, wk = warp / WN;
+    const u32 ring = smem + warp * SLOTS * SLOT, bars = smem + WBARS + warp * SLOTS * 8;
+    // The walk of the refills: my first strip of the pass, my first tile of the step.
+    struct Walk {
+        int strip, tile;
+    } walk = {p.strip_begin + wn * S, p.tile_begin + wk * CHUNK};
+    const u64 policy = createpolicy_evict_first();
+    auto next = [&](auto request) {  // by lane 0
+        const int count = min(S, p.strip_end - walk.strip), bytes = min(CHUNK, p.tile_end - walk.tile) * TILE;
+        if (walk.strip - wn * S < p.strip_end)
+            request(weight + ((long long)walk.strip * TILES + walk.tile) * TILE, bytes, bytes > 0 ? count : 0);
+        walk.tile += STEP;
+        if (walk.tile - wk * CHUNK >= p.tile_end) walk.tile = p.tile_begin + wk * CHUNK, walk.strip += PASS;
+    };
+    auto fill = [&](int slot) {
+        next([&](const u8* from, int bytes, int count) {
+            const u32 bar = bars + slot * 8;
+            if (count <= 0) return mbarrier_arrive(bar);
+            mbarrier_arrive_expect_tx(bar, count * bytes);
+            for (int s = 0; s < count; ++s)
+                cp_async_bulk(ring + slot * SLOT + s * CHUNK * TILE, from + (long long)s * TILES * TILE, bytes, bar,
+                              policy);
+        });
+    };
+    if (warp == WARPS) {
+        if (lane < XSLOTS) {
+            mbarrier_init(x_full(smem, lane), 32);
+            mbarrier_init(x_empty(smem, lane), WARPS);
+            mbarrier_init(x_summed(smem, lane), 32);
+            fence_mbarrier_init();
+            fence_proxy_async();
+        }
+    } else if (lane == 0) {
+        for (int i = 0; i < SLOTS; ++i) mbarrier_init(bars + i * 8, 1);
+        fence_mbarrier_init();
+        fence_proxy_async();
+        if (DELAY > 0) wait_clocks(DELAY);
+        for (int i = 0; i < SLOTS; ++i) fill(i);
+        const Walk filled = walk;
+        for (int i = 0; i < PREFETCH; ++i)
+            next([&](const u8* from, int bytes, int count) {
+                for (int s = 0; s < count; ++s) cp_async_bulk_prefetch_l2(from + (long long)s * TILES * TILE, bytes);
+            });
+        walk = filled;
+    }
+    __syncthreads();  // the barriers of x
+
+    if (warp == WARPS) {
+        feed(smem, x, rstd, m, ldx, p, lane);
+        if (CLUSTER > 1) {
+            barrier_cluster();
+            barrier_cluster();
+        }
+        return;
+    }
+
+    griddepcontrol_wait();
+    const Epilogue<N, HALF, FU_BIAS, FU_SWIGLU, FU_RESIDUAL> epilogue = {bias, residual, y, m, ldr, scale};
+    const u32 xs = smem + X + (lane >> 2) * PITCH + (lane & 3) * 16 + wk * CHUNK * 256;
+    int slot = 0, xslot = 0;
+    u32 parity = 0, xparity = 0;
+    for (int first = p.strip_begin; first < p.strip_end; first += PASS) {
+        const int count = min(PASS, p.strip_end - first);
+        f32x4 acc[S][NB] = {};
+        f32x2 unit[S];
+#pragma unroll
+        for (int s = 0; s < S; ++s) unit[s] = {1.0f, 1.0f};
+        for (int step = 0; step < p.steps; ++step) {
+            mbarrier_wait_parity(bars + slot * 8, parity);
+            mbarrier_wait_parity(x_full(smem, xslot), xparity);
+            const int tiles = min(CHUNK, p.tile_end - (p.tile_begin + step * STEP + wk * CHUNK));
+#pragma unroll 1
+            for (int i = 0; i < tiles; ++i)
+                multiply(acc, unit, ring + slot * SLOT + i * TILE, xs + xslot * XSLOT + i * 256,
+                         smem + X + xslot * XSLOT + XSUM + (wk * CHUNK + i) * GROUPS * TOKENS * 4,
+                         x_summed(smem, xslot), xparity, lane);
+            __syncwarp();
+            if (lane == 0) {
+                fill(slot);
+                mbarrier_arrive(x_empty(smem, xslot));
+            }
+            if (++slot == SLOTS) slot = 0, parity ^= 1;
+            if (++xslot == XSLOTS) xslot = 0, xparity ^= 1;
+        }
+#pragma unroll
+        for (int s = 0; s < S; ++s)
+#pragma unroll
+            for (int nb = 0; nb < NB; ++nb)
+                acc[s][nb] = {acc[s][nb].x * unit[s].x, acc[s][nb].y * unit[s].x, acc[s][nb].z * unit[s].y,
+                              acc[s][nb].w * unit[s].y};
+        if constexpr (DIRECT) {
+#pragma unroll
+            for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+                for (int s = 0; s < S; ++s)
+                    if (wn * S + s < count)
+                        epilogue(first + wn * S + s, nb * 8, lane, times(acc[s][nb], smem, nb * 8 + 2 * (lane & 3)),
+                                 epilogue.fetch(first + wn * S + s, nb * 8, lane));
+        } else {
+            bar_sync<CONSUMERS>(1);  // the rings are read, or the sums of the pass before
+#pragma unroll
+            for (int s = 0; s < S; ++s)
+#pragma unroll
+                for (int nb = 0; nb < NB; ++nb)
+                    st_shared_f4(smem + SUMS + (((wk * PASS + wn * S + s) * NB + nb) * 32 + lane) * 16, acc[s][nb]);
+            int i = warp * CLUSTER + rank;
+            auto held = epilogue.fetch(first + i / NB, i % NB * 8, lane);
+            if (CLUSTER > 1)
+                barrier_cluster();
+            else
+                bar_sync<CONSUMERS>(2);
+            for (; i < count * NB; i += WARPS * CLUSTER) {
+                f32x4 v = {0, 0, 0, 0};
+                for (int r = 0; r < CLUSTER; ++r) {
+                    const u32 local = smem + SUMS + (i * 32 + lane) * 16, base = CLUSTER > 1 ? mapa(local, r) : local;
+#pragma unroll
+                    for (int k = 0; k < WK; ++k)
+                        v = v + (CLUSTER > 1 ? ld_cluster_f4(base + k * PASS * NB * 512)
+                                             : ld_shared_f4(base + k * PASS * NB * 512));
+                }
+                epilogue(first + i / NB, i % NB * 8, lane, times(v, smem, i % NB * 8 + 2 * (lane & 3)), held);
+                if (i + WARPS * CLUSTER < count * NB)
+                    held = epilogue.fetch(first + (i + WARPS * CLUSTER) / NB, (i + WARPS * CLUSTER) % NB * 8, lane);
+            }
+        }
+    }
+    if (CLUSTER > 1) barrier_cluster();  // nobody leaves while its shared memory is being read
+}
