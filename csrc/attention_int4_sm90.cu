@@ -34,19 +34,16 @@
 // Rendered constants: FU_KERNEL (name), FU_D, FU_ROTATED, FU_GROUP (query heads of a key/value head), FU_HEADS (of a
 // block), FU_KV_HEADS, FU_CLUSTER, FU_SMEM, FU_HALF, FU_COS32, FU_QNORM, FU_KNORM, FU_MASK (0 none, 1 bool, 2 like
 // the activations, 3 float32).
-#include "layout.cuh"
-#include "ptx.cuh"
+#include "head.cuh"
 
 namespace {
-constexpr int D = FU_D, R = FU_ROTATED, GROUP = FU_GROUP, HEADS = FU_HEADS, KV = FU_KV_HEADS, CLUSTER = FU_CLUSTER;
+constexpr int GROUP = FU_GROUP, HEADS = FU_HEADS, KV = FU_KV_HEADS, CLUSTER = FU_CLUSTER;
 constexpr int WARPS = 8, THREADS = WARPS * 32, WORKERS = WARPS * CLUSTER, PARTS = (GROUP + HEADS - 1) / HEADS;
-constexpr bool HALF = FU_HALF, COS32 = FU_COS32, QNORM = FU_QNORM, KNORM = FU_KNORM;
+constexpr bool COS32 = FU_COS32, QNORM = FU_QNORM, KNORM = FU_KNORM;
 constexpr int MASK = FU_MASK;
 constexpr bool PAIRED = HEADS <= 4;  // both halves of Q and P stand in one operand
-static_assert(D % 32 == 0 && R % 2 == 0 && R <= D && HEADS <= 8, "the lowering refuses everything else");
-static_assert(fu::hadamard_block(D) == 32, "one butterfly over a warp");
+static_assert(HEADS <= 8, "the lowering refuses everything else");
 
-constexpr int NI = D / 32;   // columns of a head that a lane holds; words of a lane's part of a key
 constexpr int VW = D / 64;   // words of a lane's part of a value
 constexpr bool VH = NI % 2;  // and a half word
 constexpr int MT = D / 16;   // tiles of O^T
@@ -71,7 +68,7 @@ constexpr int ROWS = PARTIAL + WARPS * HEADS * D * 4;                   // [exac
 constexpr int BYTES = ROWS + EXACT * 2 * 16 * PITCH;
 static_assert(BYTES == FU_SMEM, "the lowering computes the same size");
 
-constexpr u32 LOW = 0x000f000fu, HIGH = 0x00f000f0u, ALL = 0xffffffffu;
+constexpr u32 LOW = 0x000f000fu, HIGH = 0x00f000f0u;
 
 // Column of nibble n of a row: the inverse of fu::kv_nibble.
 FU_HD constexpr int column(int n) { return n / 2 % (D / 8) * 8 + n / 2 / (D / 8) * 2 + n % 2; }
@@ -84,80 +81,6 @@ static_assert(inverse(), "column() inverts kv_nibble()");
 // First nibble of the four (even tile: n, n + 2; odd tile: n + 1, n + 3) that lane g holds in tiles 2 pair, 2 pair + 1.
 DEVICE int nibble_of(int pair, int g) {
     return pair < 2 * VW ? (g * VW + pair / 2) * 8 + pair % 2 * 4 : (VW * 16 + g) * 4;
-}
-
-DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
-DEVICE float nan() { return __uint_as_float(0x7fffffffu); }
-DEVICE float warp_sum(float v) {
-#pragma unroll
-    for (int m = 16; m > 0; m /= 2) v += __shfl_xor_sync(ALL, v, m);
-    return v;
-}
-DEVICE float warp_max(float v) {
-#pragma unroll
-    for (int m = 16; m > 0; m /= 2) v = fmaxf(v, __shfl_xor_sync(ALL, v, m));
-    return v;
-}
-
-// ---- one head: columns 32 i + lane ---------------------------------------------------------------------------------
-
-struct Head {
-    float v[NI];
-};
-
-// As torch does: the first half turns against the second, every product and sum rounded by itself.
-DEVICE Head turn(const Head& x, const Head& partner, const Head& cos, const Head& sin, int lane) {
-    Head y;
-#pragma unroll
-    for (int i = 0; i < NI; ++i) {
-        const int c = 32 * i + lane;
-        const float p = c < R / 2 ? -partner.v[i] : partner.v[i];
-        y.v[i] = c < R ? __fadd_rn(__fmul_rn(x.v[i], cos.v[i]), __fmul_rn(p, sin.v[i])) : x.v[i];
-    }
-    return y;
-}
-// The column that c turns with.
-DEVICE int partner_of(int c) { return c < R / 2 ? c + R / 2 : c < R ? c - R / 2 : c; }
-
-DEVICE Head load_head(const u16* from, int lane) {
-    Head x;
-#pragma unroll
-    for (int i = 0; i < NI; ++i) x.v[i] = to_f32<HALF>(ld_global_cg_u16(from + 32 * i + lane));
-    return x;
-}
-DEVICE Head load_partner(const Head& x, const u16* from, int lane) {
-    Head p;
-#pragma unroll
-    for (int i = 0; i < NI; ++i) {
-        if constexpr (R % 64 == 0)
-            p.v[i] = x.v[i < R / 64 ? i + R / 64 : i < R / 32 ? i - R / 64 : i];
-        else
-            p.v[i] = to_f32<HALF>(ld_global_cg_u16(from + partner_of(32 * i + lane)));
-    }
-    return p;
-}
-DEVICE void normalise(Head& x, Head& partner, const u16* gain, float eps, int lane) {
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < NI; ++i) sum = fmaf(x.v[i], x.v[i], sum);
-    const float r = rsqrt_approx(warp_sum(sum) / D + eps);
-#pragma unroll
-    for (int i = 0; i < NI; ++i) {
-        x.v[i] = x.v[i] * r * to_f32<HALF>(gain[32 * i + lane]);
-        partner.v[i] = partner.v[i] * r * to_f32<HALF>(gain[partner_of(32 * i + lane)]);
-    }
-}
-DEVICE Head hadamard(Head x, int lane) {
-#pragma unroll
-    for (int m = 1; m < 32; m *= 2)
-#pragma unroll
-        for (int i = 0; i < NI; ++i) {
-            const float other = __shfl_xor_sync(ALL, x.v[i], m);
-            x.v[i] = lane & m ? other - x.v[i] : x.v[i] + other;
-        }
-#pragma unroll
-    for (int i = 0; i < NI; ++i) x.v[i] *= 0.17677669529663687f;
-    return x;
 }
 
 // The power of two that brings the largest magnitude of a head to 1024 .. 2048, and its inverse.
@@ -416,37 +339,6 @@ DEVICE void attend_rows(State& state, u32 smem, u32 rows, int current, const flo
     }
 }
 
-// ---- a page that fills ---------------------------------------------------------------------------------------------
-
-// formats.encode_rows of one row; KEYS: formats.encode_keys.
-template <bool KEYS>
-DEVICE void encode(Head x, const float* mean, const float* balance, u8* codes, u16* scale, int lane) {
-    if constexpr (KEYS) {
-#pragma unroll
-        for (int i = 0; i < NI; ++i) x.v[i] = __fdiv_rn(x.v[i] - mean[32 * i + lane], balance[32 * i + lane]);
-        x = hadamard(x, lane);
-    }
-    float low = infinity(), high = -infinity();
-    bool finite = true;
-#pragma unroll
-    for (int i = 0; i < NI; ++i) {
-        low = fminf(low, x.v[i]), high = fmaxf(high, x.v[i]);
-        finite = finite && fabsf(x.v[i]) < infinity();
-    }
-    finite = __all_sync(ALL, finite);
-    low = -warp_max(-low), high = warp_max(high);
-    float s = fminf(fmaxf((-low >= high ? low : high) * -0.125f, -65504.0f), 65504.0f);
-    if (fabsf(s) < 0x1p-14f) s = copysignf(ceilf(fabsf(s) * 0x1p24f) * 0x1p-24f, s);  // away from zero
-    const u16 bits = finite ? from_f32<true>(s) : u16(0x7fff);
-    const float stored = to_f32<true>(bits), by = stored == 0.0f ? 1.0f : stored;
-#pragma unroll
-    for (int i = 0; i < NI; ++i) {
-        const u32 q = finite ? u32(fminf(fmaxf(rintf(__fdiv_rn(x.v[i], by)) + 8.0f, 0.0f), 15.0f)) : 8u;
-        const u32 next = __shfl_down_sync(ALL, q, 1);
-        if (lane % 2 == 0) codes[fu::kv_nibble(32 * i + lane, D) / 2] = u8(q | next << 4);
-    }
-    if (lane == 0) *scale = bits;
-}
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)

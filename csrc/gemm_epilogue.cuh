@@ -71,35 +71,33 @@ struct Epilogue {
         constexpr int IN_BOX = BOX / 16;
         return (chunk / IN_BOX) * 64 * BOX + row * BOX + (((chunk % IN_BOX) ^ ((row * BOX / 128) & (IN_BOX - 1))) << 4);
     }
-    DEVICE epilogue::Pair channels(int column) const {
-        const u64 v = ld_global_nc_v2(channel + column);
+    // `inside`: the column exists. Not a clamped address: that would cost two registers a column.
+    DEVICE epilogue::Pair channels(int column, bool inside) const {
+        u64 v = 0;
+        if (inside) v = ld_global_nc_v2(channel + column);
         return {__uint_as_float(u32(v)), __uint_as_float(u32(v >> 32))};
     }
-    DEVICE u32 biases(int column) const {
-        u32 v;
-        asm("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(bias + column));
-        return v;
-    }
+    DEVICE u32 biases(int column, bool inside) const { return inside ? ld_global_nc_u32(bias + column) : 0; }
 
     // Columns 8j + 2t, + 1 of the output, both rows of the lane.
     DEVICE void columns(const float (&v)[FU_TILE_N / 2], int j, int column, float r0, float r1, epilogue::Pair& top,
                         epilogue::Pair& bottom) const {
-        if (RAGGED) column = min(column, COLUMNS - 2);
+        const bool inside = !RAGGED || column < COLUMNS;
         epilogue::Pair c = {1.0f, 1.0f};
-        if constexpr (SCALES) c = channels(column);
+        if constexpr (SCALES) c = channels(column, inside);
         top = epilogue::scaled(v[4 * j], v[4 * j + 1], r0, c);
         bottom = epilogue::scaled(v[4 * j + 2], v[4 * j + 3], r1, c);
         if constexpr (BIAS) {
-            const u32 b = biases(column);
+            const u32 b = biases(column, inside);
             top = epilogue::with_bias(top, b), bottom = epilogue::with_bias(bottom, b);
         }
         if constexpr (SWIGLU) {
             constexpr int UP = FU_TILE_N / 4;
-            if constexpr (SCALES) c = channels(FU_N / 2 + column);
+            if constexpr (SCALES) c = channels(FU_N / 2 + column, inside);
             epilogue::Pair u0 = epilogue::scaled(v[UP + 4 * j], v[UP + 4 * j + 1], r0, c);
             epilogue::Pair u1 = epilogue::scaled(v[UP + 4 * j + 2], v[UP + 4 * j + 3], r1, c);
             if constexpr (BIAS) {
-                const u32 b = biases(FU_N / 2 + column);
+                const u32 b = biases(FU_N / 2 + column, inside);
                 u0 = epilogue::with_bias(u0, b), u1 = epilogue::with_bias(u1, b);
             }
             top = epilogue::swiglu(top, u0), bottom = epilogue::swiglu(bottom, u1);

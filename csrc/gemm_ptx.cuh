@@ -66,6 +66,11 @@ DEVICE void ldmatrix_x4(u32 a, u32& r0, u32& r1, u32& r2, u32& r3) {
                  : "r"(a)
                  : "memory");
 }
+DEVICE u32 ld_global_nc_u32(const void* p) {
+    u32 v;
+    asm("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
 DEVICE void st_global_v2(void* p, u32 x, u32 y) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x), "r"(y) : "memory");
 }

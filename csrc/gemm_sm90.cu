@@ -182,7 +182,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             if constexpr (PROMOTE) {
                 float part[BLOCKS][TILE_N / 2];
 #pragma unroll
-                for (int i = 0; i < BLOCKS * TILE_N / 2; ++i) sums[0][i] = 0.0f;
+                for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+                    for (int i = 0; i < TILE_N / 2; ++i) sums[block][i] = 0.0f;
                 for (int k = 0; k < STEPS; ++k, at.next()) {
                     mbarrier_wait_parity(full + 8 * at.slot, at.phase);
                     const u64 s = u64(at.slot * STAGE_BYTES / 16);
@@ -235,5 +237,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if (!again) out.report(act, lane);
 #endif
     }
-    if constexpr (CLUSTER == 2) barrier_cluster();  // a block must not leave while its neighbour copies into it
+    if constexpr (CLUSTER == 2) {  // a block must not leave while its neighbour copies into it
+        __syncwarp();
+        barrier_cluster();
+    }
 }

@@ -62,6 +62,8 @@ class Resources:
     """bytes"""
     spill_loads: int
     """bytes"""
+    serialized: bool = False
+    """The compiler waits behind every wgmma (warnings C7508 to C7519): correct, and half as fast."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +214,7 @@ def _warn_unwritable(folder: str, reason: str) -> None:
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_SERIALIZED = re.compile(r"C75(0[89]|1\d)|wgmma\S* instructions are serialized")
 
 
 def parse_log(text: str) -> Resources:
@@ -223,7 +226,7 @@ def parse_log(text: str) -> Resources:
     registers, spills = _REGISTERS.search(text), _SPILLS.search(text)
     if registers is None or spills is None:
         raise LoweringError(f"the compiler's log has no register report:\n{text[:2000]}")
-    return Resources(int(registers[1]), int(spills[1]), int(spills[2]))
+    return Resources(int(registers[1]), int(spills[1]), int(spills[2]), bool(_SERIALIZED.search(text)))
 
 
 def _nvrtc(name: str, text: str) -> tuple[bytes, Resources]:
