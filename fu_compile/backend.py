@@ -186,6 +186,8 @@ def keep_kv(captured: Captured, example_inputs: Sequence[Any]) -> dict[str, str]
 def uncentred(done: Rewritten, example_inputs: Sequence[Any]) -> str:
     """What an Int4Cache without key tables loses with this model's keys, or an empty string."""
     for node, _slots in done.ctx.data["int4_cache"]:
+        if done.decision.cache.value != "int4":
+            break  # a range per channel loses nothing
         reason = done.ctx.data["keep_kv"].get(passes.layer_of(node))
         mean = next(a for a in node.args if isinstance(a, fx.Node) and done.ctx.path(a).endswith("key_mean"))
         tables = example_inputs[done.ctx.index(mean)]
@@ -313,8 +315,6 @@ def _bytes(record: ModelReport) -> int:
 def not_in_this_release(options: Options, device_type: str) -> list[LoweringError]:
     """What the options ask for and no lowering exists yet; the nearest thing that does exist runs instead."""
     missing = []
-    if options.kv_cache == "int4-channel":
-        missing.append(("kv_cache='int4-channel'", "the model keeps its own cache"))
     if options.cuda_graphs and device_type == "cuda":
         missing.append(("cuda_graphs=True", "decode steps run without CUDA graphs"))
     return [LoweringError(f"{what} has no implementation yet: {instead}", where="options") for what, instead in missing]

@@ -46,12 +46,22 @@ class KVSpec:
     inv_freq: int | None
     heads: tuple[int, int, int]
     """Query heads, key/value heads, head_dim."""
+    kv_format: str = "int4"
+    """One of ``formats.KV_FORMATS``."""
     rows: tuple[Rows | None, ...] = ()
     """For each weight: the rows of it that count, where it is a packed block; empty: no weight is packed."""
 
     @classmethod
     def of(
-        cls, ctx: Context, layer: str, keys: fx.Node, values: fx.Node, position: fx.Node, created: bool, rope: fx.Node
+        cls,
+        ctx: Context,
+        layer: str,
+        keys: fx.Node,
+        values: fx.Node,
+        position: fx.Node,
+        created: bool,
+        rope: fx.Node,
+        kv_format: str,
     ) -> KVSpec:
         """The spec of a layer whose cache nodes, positions and ``qkv_rope`` node these are."""
         from .passes.packed_linear import rows_of
@@ -80,6 +90,7 @@ class KVSpec:
             key_norm=ctx.index(k_norm) if k_norm is not None and ctx.is_parameter(k_norm) else None,
             inv_freq=inv_freq,
             heads=tuple(rope.args[-3:]),
+            kv_format=kv_format,
         )
 
 
@@ -149,6 +160,11 @@ class Copy:
         ops.op("kv_append_")(keys, values, *self.store, *self.tables, 0, length // ops.PAGE)
 
     @property
+    def kv_format(self) -> str:
+        """One of ``formats.KV_FORMATS``."""
+        return formats.CHANNEL if formats.per_channel(self.store[1]) else "int4"
+
+    @property
     def bytes(self) -> int:
         """Bytes of the store and its tables."""
         return sum(t.nbytes for t in (*self.store, *self.tables))
@@ -160,15 +176,19 @@ class Copies:
     def __init__(self) -> None:
         self._copies = torch.utils.weak.WeakTensorKeyDictionary()
 
-    def find(self, keys: Tensor, values: Tensor) -> Copy | None:
-        """The copy of this pair, current or not; none where there is none or it belongs to other values."""
+    def find(self, keys: Tensor, values: Tensor, kv_format: str | None = None) -> Copy | None:
+        """The copy of this pair, current or not; none where there is none, or it is of other values or format."""
         copy = self._copies.get(keys)
-        return copy if copy is not None and copy.values() is values else None
+        if copy is None or copy.values() is not values:
+            return None
+        return copy if kv_format in (None, copy.kv_format) else None
 
-    def attach(self, keys: Tensor, values: Tensor, tables: tuple[Tensor, Tensor], store=None) -> Copy:
+    def attach(
+        self, keys: Tensor, values: Tensor, tables: tuple[Tensor, Tensor], store=None, kv_format: str = "int4"
+    ) -> Copy:
         """A new copy of the pair, empty unless a ``store`` that already mirrors it is given."""
         b, h, length, d = keys.shape
-        store = formats.kv_store(b, h, length, d, keys.device) if store is None else tuple(store)
+        store = formats.kv_store(b, h, length, d, keys.device, kv_format) if store is None else tuple(store)
         copy = Copy(keys, values, store, tables)
         self._copies[keys] = copy
         return copy

@@ -10,6 +10,7 @@ FP8 activations       ``fp8_quantize`` (with a state)             ``codes.float(
 block Hadamard        ``hadamard``                                ``hadamard`` (its own inverse)
 INT4 cache, values    ``encode_rows``                             ``decode_rows``
 INT4 cache, keys      ``encode_keys``                             ``decode_keys``
+keys per channel      ``encode_key_pages``                        ``decode_key_pages``
 ====================  ==========================================  ====================================
 
 The same index functions are C++ in ``csrc/layout.cuh``; ``tests/numerics/test_layout.py`` compares the two bit for bit.
@@ -330,7 +331,11 @@ def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     ::
 
-        weight row n    w w w ... w      ->   e4m3 row n   w / scale[n],   scale[n] = max |w| / 448   (1 for zeros)
+        weight row n    w w w ... w      ->   e4m3 row n   w / scale[n]
+        scale[n]        max |w| / 448 * 2^(i/8), i = 0 .. 7: the one with the least squared error   (1 for zeros)
+
+    Where a row falls between the steps of e4m3 is decided by the scale's mantissa; its exponent only matters to values
+    under the subnormal step.
 
     Args:
         weight: [N, K], any floating dtype.
@@ -395,7 +400,7 @@ def _power_of_two(amax: Tensor, headroom: float) -> Tensor:
 
 
 def fp8_quantize(x: Tensor, state: Tensor, scaling: str = "delayed") -> tuple[Tensor, Tensor]:
-    """Quantises an activation to e4m3 with one power-of-two scale, and updates the state in place.
+    """Quantises an activation to e4m3 with one scale (a power of two, unless frozen) or one per row; updates the state.
 
     ::
 
@@ -415,10 +420,10 @@ def fp8_quantize(x: Tensor, state: Tensor, scaling: str = "delayed") -> tuple[Te
     Args:
         x: any shape, floating.
         state: [FP8_STATE] f32, on the device of x.
-        scaling: ``"delayed"``, ``"static"`` or ``"dynamic"``.
+        scaling: ``"delayed"``, ``"static"``, ``"dynamic"`` or ``"row"``.
 
     Returns:
-        e4m3 like x, and the scale: f32 scalar; ``x ~ codes.float() * scale``.
+        e4m3 like x, and the scale: f32, a scalar or (``"row"``) [..., 1]; ``x ~ codes.float() * scale``.
 
     Raises:
         FormatError: a scaling that does not exist, or a state of another shape or dtype.
@@ -426,6 +431,7 @@ def fp8_quantize(x: Tensor, state: Tensor, scaling: str = "delayed") -> tuple[Te
     if scaling not in FP8_SCALINGS:
         raise FormatError(f"FP8 scaling {scaling!r}; there are {', '.join(FP8_SCALINGS)}")
     if state.shape != (FP8_STATE,) or state.dtype != torch.float32:
+        row       one scale per row (token): amax of the row / 448, 1 for zeros; nothing can saturate
         raise FormatError(f"an FP8 state is f32 [{FP8_STATE}]; this is {state.dtype} {list(state.shape)}")
     x32 = x.detach().to(torch.float32)
     if x.numel() == 0:
@@ -497,7 +503,7 @@ def fp8_freeze(state: Tensor) -> None:
     """Fixes the scale that ``"static"`` uses: 2x headroom over the largest amax in the history (reads the device).
 
     Raises:
-        FormatError: no call with a non-zero input was seen yet.
+        FormatError: no call with a non-zero input was seen yet, or the scale does not hold it.
     """
     seen = state[:FP8_HISTORY].amax()
     if not float(seen) > 0.0:
@@ -594,23 +600,34 @@ def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     extreme = _extreme(x)
     scales = _to_f16_scale((extreme / -8.0).clamp_(-_F16_MAX, _F16_MAX))
     scales = torch.where(torch.isfinite(extreme), scales, float("nan"))
-    q = torch.round(x / _divisor(scales)[..., None]).add_(8.0).nan_to_num_(8.0).clamp_(0.0, 15.0).to(torch.uint8)
+    q = torch.round(x / _divisor(scales)[..., None]).add_(8.0).nan_to_num_(8.0).clamp_(0.0, 15.0)
+    return _pack_nibbles(q), scales
+
+
+def decode_rows(codes: Tensor, scales: Tensor) -> Tensor:
+    """codes: [..., D/2] u8, scales: [...] f16 -> [..., D] f32, the inverse order of :func:`encode_rows`."""
+    return _unpack_nibbles(codes).sub_(8.0).mul_(scales.float()[..., None])
+
+
+def _pack_nibbles(q: Tensor) -> Tensor:
+    """[..., D] numbers 0..15 -> [..., D/2] u8 in the order of :func:`encode_rows`."""
+    head_dim = q.shape[-1]
+    q = q.to(torch.uint8)
     if _chunked(head_dim):
         q = q.unflatten(-1, (head_dim // 8, 4, 2)).transpose(-3, -2)
     else:
         q = q.unflatten(-1, (head_dim // 2, 2))
     low, high = q.unbind(-1)
-    return (low | (high << 4)).reshape(*x.shape[:-1], head_dim // 2), scales
+    return (low | (high << 4)).reshape(*low.shape[: low.dim() - (2 if _chunked(head_dim) else 1)], head_dim // 2)
 
 
-def decode_rows(codes: Tensor, scales: Tensor) -> Tensor:
-    """codes: [..., D/2] u8, scales: [...] f16 -> [..., D] f32, the inverse order of :func:`encode_rows`."""
+def _unpack_nibbles(codes: Tensor) -> Tensor:
+    """The inverse of :func:`_pack_nibbles`, f32."""
     head_dim = codes.shape[-1] * 2
     q = torch.stack((codes & 15, codes >> 4), -1)
     if _chunked(head_dim):
         q = q.unflatten(-2, (4, head_dim // 8)).transpose(-3, -2)
-    x = q.reshape(*codes.shape[:-1], head_dim).to(torch.float32)
-    return x.sub_(8.0).mul_(scales.float()[..., None])
+    return q.reshape(*codes.shape[:-1], head_dim).to(torch.float32)
 
 
 def encode_keys(k: Tensor, mean: Tensor, balance: Tensor) -> tuple[Tensor, Tensor]:
@@ -647,7 +664,12 @@ def kv_pages(max_len: int) -> int:
 
 
 def kv_store(
-    batch: int, kv_heads: int, max_len: int, head_dim: int, device: torch.device | str | None = None
+    batch: int,
+    kv_heads: int,
+    max_len: int,
+    head_dim: int,
+    device: torch.device | str | None = None,
+    kv_format: str = "int4",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """An empty INT4 store for one layer.
 
@@ -657,19 +679,19 @@ def kv_store(
         scales   [sequence][kv head][page][token 0..63] f16              and one of 128 bytes
 
     Returns:
-        k_codes [B, Hkv, P, 64, D/2] u8, k_scales [B, Hkv, P, 64] f16, v_codes, v_scales; P = ceil(max_len / 64).
-        Contents are zeros, which decode to 0 for values and to the mean for keys.
+        k_codes [B, Hkv, P, 64, D/2] u8, k_scales [B, Hkv, P, 64] f16 (``"int4-channel"``: [B, Hkv, P, 2, D]), v_codes,
+        v_scales; P = ceil(max_len / 64). Contents are zeros, which decode to 0 for values and to the mean for keys.
 
     Raises:
-        HeadDimError: head_dim is odd.
+        HeadDimError: head_dim is odd. FormatError: a format that does not exist.
     """
     hadamard_block(head_dim)
-    shape = (batch, kv_heads, kv_pages(max_len), PAGE)
+    if kv_format not in KV_FORMATS:
+        raise FormatError(f"a cache in the format {kv_format!r}; there are {' and '.join(KV_FORMATS)}")
+    shapes = kv_shapes(batch, kv_heads, max_len, head_dim, kv_format)
     # Born outside inference mode: only such tensors have the version by which foreign writes are noticed.
     with torch.inference_mode(False):
-        codes = [torch.zeros((*shape, head_dim // 2), dtype=torch.uint8, device=device) for _ in range(2)]
-        scales = [torch.zeros(shape, dtype=torch.float16, device=device) for _ in range(2)]
-    return codes[0], scales[0], codes[1], scales[1]
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes)  # type: ignore[return-value]
 
 
 def kv_tables(
@@ -689,11 +711,79 @@ def kv_tables(
     the quantiser's range. The balance is one.
 
     Args:
+CHANNEL = "int4-channel"
+"""``kv_cache`` of the format whose keys have one range per channel and page."""
+KV_FORMATS = ("int4", CHANNEL)
+"""The formats of the INT4 cache. Values are the same in both; a store tells its own by the shape of ``k_scales``."""
+
+
+def per_channel(k_scales: Tensor) -> bool:
+    """Whether the keys of this store (or of these ranges) are quantised per channel: ``k_scales`` [.., P, 2, D]."""
+    return k_scales.dim() == 5
+
+
+def encode_key_pages(k: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys after RoPE, one range per channel and page of 64 tokens: the robust format.
+
+    ::
+
+        ranges of a page    D x f16 step | D x f16 minimum          code = round((k - mean - minimum) / step), 0..15
+        codes of a token    as in encode_rows
+
+    A channel that is large but nearly constant within a page costs the others nothing, so there is neither a rotation
+    nor a balance (one factor per channel would change no code). The mean only keeps the float16 minima small. With the
+    queries times the steps, a kernel multiplies bare codes: q k = (q step) code + q minimum, the latter once per page.
+
+    Within half a step of each value, beside the minimum's float16 rounding; magnitudes over 65504 saturate. A value
+    that is not finite takes part in no range and decodes to some finite value: who writes keys marks the token in its
+    values (``Store.encode``), since NaN here would spread over the 64 tokens of a channel.
+
+    Args:
+        k: [B, Hkv, P * 64, D] floating, D even.
+        mean: [Hkv, D] f32.
+
+    Returns:
+        codes [B, Hkv, P, 64, D/2] u8, ranges [B, Hkv, P, 2, D] f16: steps, then minima.
+
+    Raises:
+        HeadDimError: D is odd. FormatError: the tokens are not whole pages.
+    """
+    hadamard_block(k.shape[-1])
+    if k.shape[2] % PAGE:
+        raise FormatError(f"keys per channel are whole pages of {PAGE} tokens; these are {k.shape[2]} tokens")
+    x = (k.detach().to(torch.float32) - mean[:, None]).unflatten(2, (-1, PAGE))
+    finite = torch.isfinite(x)
+    low = torch.where(finite, x, float("inf")).amin(3)
+    high = torch.where(finite, x, float("-inf")).amax(3)
+    low, high = (torch.where(torch.isfinite(t), t, 0.0) for t in (low, high))  # no finite value in the channel
+    minima = low.clamp(-_F16_MAX, _F16_MAX).to(torch.float16)
+    steps = _to_f16_scale(((high - minima.float()) / 15.0).clamp_(0.0, _F16_MAX))
+    q = (x - minima.float()[..., None, :]) / _divisor(steps)[..., None, :]
+    codes = torch.round(q).nan_to_num_(0.0).clamp_(0.0, 15.0)
+    return _pack_nibbles(codes), torch.stack((steps, minima), 3)
+
+
+def decode_key_pages(codes: Tensor, ranges: Tensor, mean: Tensor) -> Tensor:
+    """``code * step + minimum + mean``: codes [B, Hkv, P, 64, D/2], ranges [B, Hkv, P, 2, D] -> [B, Hkv, P*64, D]."""
+    steps, minima = ranges.float()[..., None, :].unbind(3)
+    return _unpack_nibbles(codes).mul_(steps).add_(minima + mean[:, None, None]).flatten(2, 3)
+
+
         kv_heads: Hkv.
         head_dim: D.
         device: where the tables live.
         key_bias: [Hkv * D], the bias of k_proj, or none.
         inv_freq: [R/2] RoPE frequencies in radians per token, or none.
+def kv_shapes(
+    batch: Any, kv_heads: int, max_len: Any, head_dim: int, kv_format: str = "int4"
+) -> tuple[tuple[tuple[Any, ...], torch.dtype], ...]:
+    """Shape and dtype of k_codes, k_scales, v_codes and v_scales (:func:`kv_store`); sizes may be symbolic."""
+    rows = (batch, kv_heads, (max_len + PAGE - 1) // PAGE, PAGE)
+    codes, scales = ((*rows, head_dim // 2), torch.uint8), (rows, torch.float16)
+    ranges = ((*rows[:3], 2, head_dim), torch.float16)
+    return codes, ranges if kv_format == CHANNEL else scales, codes, scales
+
+
         attention_scaling: the factor on cos and sin (yarn).
         positions: tokens in the average.
 
@@ -703,6 +793,15 @@ def kv_tables(
     Raises:
         FormatError: a bias or frequencies of another size.
     """
+        ranges   [sequence][kv head][page][step, minimum][D] f16         instead, of keys per channel: 4 D bytes
+
+    Args:
+        batch: B.
+        kv_heads: Hkv.
+        max_len: tokens that fit.
+        head_dim: D.
+        device: where the store lives.
+        kv_format: one of KV_FORMATS.
     with torch.inference_mode(False), torch.no_grad():
         balance = torch.ones((kv_heads, head_dim), dtype=torch.float32, device=device)
         mean = torch.zeros_like(balance)

@@ -5,6 +5,7 @@
     tokens     0 ........ 64 | 64 ....... 128 | 128 ... length        (max_cache_len slots)
     stored     INT4 page 0   | INT4 page 1    | exact rows, slot = position % 64
 
+With ``kv_cache="int4-channel"`` keys are not rotated: each channel of a page has a range of its own.
 Every operation of a transformers cache acts on this store or raises a named error. Eager works by dequantising; under
 the backend the reads are fused into attention (passes/redirect_kv.py). What a query sees is one rule everywhere: pages
 that were complete before its call as they decode, the unfinished page and the tokens of the call exactly. Cropping into
@@ -26,7 +27,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 
 from . import formats, lowerings, ops
 from .caches import difference, refuse, too_short
-from .errors import CacheLengthError, CacheMismatchError, FuWarning, GradientError, HeadDimError
+from .errors import CacheLengthError, CacheMismatchError, FuWarning, GradientError, HeadDimError, OptionError
 from .models import cache_kwarg, heads_of, uncompiled
 from .weights import RISK, key_tables
 
@@ -133,9 +134,11 @@ class Int4Layer(StaticLayer):
         device: where everything lives.
         tables: (mean, balance), [Hkv, D] each, or none: zero and one.
         exact_page: false: every token is rounded to INT4 when it is written; only its own call sees it exactly.
+        kv_format: one of ``formats.KV_FORMATS``.
 
     Raises:
-        HeadDimError: head_dim is odd. CacheLengthError: max_cache_len is not positive.
+        HeadDimError: head_dim is odd. CacheLengthError: max_cache_len is not positive. FormatError: a format that does
+            not exist. CacheMismatchError: tables of another size, or ``exact_page=False`` with keys per channel.
     """
 
     is_compileable = True
@@ -152,8 +155,14 @@ class Int4Layer(StaticLayer):
         device: torch.device,
         tables: tuple[Tensor, Tensor] | None = None,
         exact_page: bool = True,
+        kv_format: str = "int4",
     ) -> None:
         super().__init__(max_cache_len=max_cache_len)
+        if kv_format == formats.CHANNEL and not exact_page:
+            raise CacheMismatchError(
+                f"{kv_format} has ranges of whole pages: the unfinished page is exact",
+                where="exact_page=False",
+            )
         self.exact_page = exact_page
         self.batch_size, self.num_heads = batch_size, num_heads
         self.k_head_dim = self.v_head_dim = head_dim
@@ -163,7 +172,7 @@ class Int4Layer(StaticLayer):
             rows = (batch_size, num_heads, PAGE, head_dim)
             self.key_rows = torch.zeros(rows, dtype=dtype, device=device)
             self.value_rows = torch.zeros(rows, dtype=dtype, device=device)
-            store = formats.kv_store(batch_size, num_heads, max_cache_len, head_dim, device)
+            store = formats.kv_store(batch_size, num_heads, max_cache_len, head_dim, device, kv_format)
             self.k_codes, self.k_scales, self.v_codes, self.v_scales = store
             mean, balance = tables if tables is not None else formats.kv_tables(num_heads, head_dim, device)
             if mean.shape != (num_heads, head_dim) or balance.shape != (num_heads, head_dim):
@@ -187,6 +196,11 @@ class Int4Layer(StaticLayer):
         return f"{type(self).__name__}({size}, {self.nbytes} bytes)"
 
     # ---- contents --------------------------------------------------------------------------------------------------
+
+    @property
+    def kv_format(self) -> str:
+        """``"int4"``, or ``"int4-channel"``: keys with a range per channel and page."""
+        return formats.CHANNEL if formats.per_channel(self.k_scales) else "int4"
 
     @property
     def nbytes(self) -> int:
@@ -292,7 +306,7 @@ class Int4Layer(StaticLayer):
         used, tokens = int(self.cumulative_length), k.shape[2]
         if used + tokens > self.max_cache_len:
             raise too_short(self.max_cache_len, used, tokens, type(self).__name__)
-        if used == 0 and tokens >= PAGE and not self.tables_given:
+        if used == 0 and tokens >= PAGE and not self.tables_given and self.kv_format != formats.CHANNEL:
             rows = k.detach().float()
             constant = float((mean := rows.mean((0, 2))).abs().max())
             spread = float((rows - mean[:, None]).square().mean().sqrt())
@@ -455,9 +469,12 @@ class Int4Cache(Cache):
         exact_page: false: the unfinished page is rounded to INT4 too, as in formats that have no exact page, so that a
             call sees nothing exactly but its own tokens; for comparisons.
         offloading: keep layers on the CPU while other layers run, as transformers' caches do.
+        kv_cache: ``"int4"``, or ``"int4-channel"``: keys with one range per channel and page, which need no key tables
+            and lose nothing to large biases; no kernel of ours reads them on a GPU yet.
 
     Raises:
         CacheMismatchError: a layer type that keeps no keys and values, tables of another model, or offloading on a CPU.
+        OptionError: another ``kv_cache``.
         HeadDimError: an odd head_dim. CacheLengthError: max_cache_len or batch_size is not positive.
     """
 
@@ -475,11 +492,18 @@ class Int4Cache(Cache):
         tables: KeyTables | None = None,
         exact_page: bool = True,
         offloading: bool = False,
+        kv_cache: str = "int4",
     ) -> None:
         text = config.get_text_config(decoder=True)
         for what, value in (("max_cache_len", max_cache_len), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise CacheLengthError(f"{what} is {value!r}: it has to be a positive number", where="Int4Cache")
+        if kv_cache not in formats.KV_FORMATS:
+            raise OptionError(
+                f"an Int4Cache cannot be {kv_cache!r}",
+                where="kv_cache",
+                advice=f"Possible: {', '.join(formats.KV_FORMATS)}.",
+            )
         types = layer_types(text)
         _, heads, head_dim = heads_of(text)
         if head_dim % 2:
@@ -502,7 +526,8 @@ class Int4Cache(Cache):
             [None] * len(types) if tables is None else [*zip(tables.means, tables.balances, strict=True)]
         )
         layers: list[Any] = [
-            Int4Layer(max_cache_len, batch_size, heads, head_dim, dtype, place, pair, exact_page) for pair in pairs
+            Int4Layer(max_cache_len, batch_size, heads, head_dim, dtype, place, pair, exact_page, kv_cache)
+            for pair in pairs
         ]
         super().__init__(layers=layers, offloading=offloading)
 

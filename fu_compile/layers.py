@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from fu_compile import calibration, evaluate, formats, models
 from fu_compile.calibration import Moments, Walk
-from fu_compile.errors import CacheMismatchError, FormatError, OptionError
+from fu_compile.errors import CacheMismatchError, FormatError
 from fu_compile.gptq import block_linears
 from fu_compile.lowerings import reference_linear
 from fu_compile.options import Options
@@ -204,18 +204,12 @@ def layer_report(
         progress: a progress bar with the time left, on standard error.
 
     Raises:
-        OptionError: ``kv_cache="int4-channel"``, which this report does not know; batches that are no token ids.
+        OptionError: batches that are no token ids.
         FormatError: the model is packed, or a weight is not finite. CacheMismatchError: tables of another model.
         DataError, HeadDimError, TrainingModeError, MetaParameterError, OffloadedParameterError, NoLlamaBlockError: a
             model or text that does not fit.
     """
     options = options or Options()
-    if options.kv_cache == "int4-channel":
-        raise OptionError(
-            "the layer report does not know the cache int4-channel",
-            where="kv_cache",
-            advice='Use kv_cache="int4" or "model".',
-        )
     models.check(model, quantising=True)
     if packed := next((n for n, m in model.named_modules() if isinstance(m, PackedLinear)), None):
         raise FormatError(
@@ -225,7 +219,7 @@ def layer_report(
         )
     rows = calibration.as_rows(batches, model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     blocks = block_linears(model)
-    tables = _tables(model, tables, len(blocks)) if options.kv_cache == "int4" else None
+    tables = _tables(model, tables, len(blocks)) if options.kv_cache in formats.KV_FORMATS else None
 
     from tqdm.auto import tqdm
 
@@ -365,7 +359,7 @@ class _Watch(Moments):
         for part in dict.fromkeys(name for name, _ in self._fresh):
             for phase in PHASES:
                 if part == ATTENTION:
-                    precision = "int4" if self._int4(phase) else "exact"
+                    precision = self._options.kv_cache if self._int4(phase) else "exact"
                     note = self._kept if phase == "decode" and self._tables is not None else ""
                 else:
                     precision, note = self._precisions[phase][part], ""
@@ -499,12 +493,17 @@ class _Watch(Moments):
         query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]. Queries of page p see the pages before it as
         they decode and their own page exactly: what the cache shows at each step.
         """
-        if phase == "decode" and self._tables is not None and not self._kept:
+        channel = self._options.kv_cache == formats.CHANNEL
+        if phase == "decode" and self._tables is not None and not self._kept and not channel:
             self._kept = _risk(module, query.shape[1], key.shape[1], key.shape[-1]) or ""
         if not self._int4(phase) or self._tables is None:
             return exact
         mean, balance = (t.to(key.device) for t in self._tables)
-        old_keys = formats.decode_keys(*formats.encode_keys(key, mean, balance), mean, balance)
+        if channel:  # the last, unfinished page is never read as old
+            whole = key[:, :, : key.shape[2] // formats.PAGE * formats.PAGE]
+            old_keys = formats.decode_key_pages(*formats.encode_key_pages(whole, mean), mean)
+        else:
+            old_keys = formats.decode_keys(*formats.encode_keys(key, mean, balance), mean, balance)
         old_values = formats.decode_rows(*formats.encode_rows(value))
         query, key, value = (t.to(torch.float32) for t in (query, key, value))
         out = []

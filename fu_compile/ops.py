@@ -97,7 +97,8 @@ SCHEMAS: dict[str, str] = {
     "qkv_rope": f"(Tensor qkv, Tensor cos, Tensor sin, {_NORMS}, {_HEADS}) -> (Tensor, Tensor, Tensor)",
     # qkv_rope, then keys/values[:, :, position] = k, v and the INT4 copy of every page that is now complete.
     # keys, values: [B, Hkv, L, D]; k_codes, v_codes: [B, Hkv, P, 64, D/2] u8; k_scales, v_scales: [B, Hkv, P, 64] f16;
-    # key_mean, key_balance: [Hkv, D] f32 (mu and lambda of quant.md); position: [S] int64, consecutive.
+    # key_mean, key_balance: [Hkv, D] f32 (mu and lambda of quant.md); position: [S] int64, consecutive. The shape of
+    # k_scales tells the format: of keys per channel it is [B, Hkv, P, 2, D] (formats.encode_key_pages), here and below.
     "qkv_append": (
         f"(Tensor qkv, Tensor cos, Tensor sin, {_NORMS}, Tensor(a!) keys, Tensor(b!) values, {_STORE}, {_TABLES},"
         f" Tensor position, {_HEADS}) -> (Tensor, Tensor, Tensor)"
@@ -115,7 +116,7 @@ SCHEMAS: dict[str, str] = {
         " Tensor? mask, float scale, bool fresh) -> Tensor"
     ),
     # An empty store for a cache that a graph makes itself.  keys: [B, Hkv, L, D] -> k_codes, k_scales, v_codes, ...
-    "kv_store": "(Tensor keys) -> (Tensor, Tensor, Tensor, Tensor)",
+    "kv_store": "(Tensor keys, str kv_format) -> (Tensor, Tensor, Tensor, Tensor)",
     # The cache on its own: quantise the pages first..last-1 of keys, values: [B, Hkv, L, D] into the store.
     "kv_append_": f"(Tensor keys, Tensor values, {_STORE}, {_TABLES}, int first, int last) -> ()",
     # An Int4Cache layer, keys and values: [B, Hkv, 64, D], its unfinished page (slot = position % 64): appends k, v:
@@ -188,13 +189,11 @@ def _nothing(*args: object, **kwargs: object) -> None:
     return None
 
 
-def _kv_store(keys: Tensor) -> tuple[Tensor, ...]:
+def _kv_store(keys: Tensor, kv_format: str) -> tuple[Tensor, ...]:
+    from .formats import kv_shapes
+
     b, h, length, d = keys.shape
-    pages = (length + PAGE - 1) // PAGE
-    codes, scales = (b, h, pages, PAGE, d // 2), (b, h, pages, PAGE)
-    return tuple(
-        keys.new_empty(shape, dtype=dtype) for shape, dtype in ((codes, torch.uint8), (scales, torch.float16)) * 2
-    )
+    return tuple(keys.new_empty(shape, dtype=dtype) for shape, dtype in kv_shapes(b, h, length, d, kv_format))
 
 
 def _kv_cat(past: Tensor | None, x: Tensor) -> Tensor:

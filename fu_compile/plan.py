@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from . import ops
+from . import formats, ops
 from .options import Options
 
 PRECISIONS = ("exact", "bf16", "fp8", "int4")
@@ -41,7 +41,7 @@ class Decision:
     """Precision of the linears of the decoder layers; ``packed``: they came packed (fu_compile.quantize)."""
     activations: Choice
     cache: Choice
-    """``int4``, ``model`` (the cache stays as the model made it) or ``none``."""
+    """``int4``, ``int4-channel``, ``model`` (the cache stays as the model made it) or ``none``."""
     lm_head: Choice
     """Precision of the linears outside the decoder layers."""
 
@@ -74,9 +74,14 @@ def attentions(gm: fx.GraphModule) -> list[fx.Node]:
     return [n for n in gm.graph.nodes if ops.name_of(n.target) == "attention"]
 
 
-def _caches(gm: fx.GraphModule) -> set[str]:
-    names = (ops.name_of(n.target) for n in gm.graph.nodes)
-    return {n for n in names if n in ("kv_write_", "kv_roll_", "kv_fill_", "kv_cat", "kv_update")}
+def _caches(gm: fx.GraphModule) -> dict[str, fx.Node]:
+    """The operators that write to a cache, each with its first node."""
+    found: dict[str, fx.Node] = {}
+    for node in gm.graph.nodes:
+        name = ops.name_of(node.target)
+        if name in ("kv_write_", "kv_roll_", "kv_fill_", "kv_cat", "kv_update"):
+            found.setdefault(name, node)
+    return found
 
 
 def _say(size: object) -> Choice:
@@ -114,16 +119,16 @@ def decide(gm: fx.GraphModule, options: Options) -> Decision:
     if not caches:
         cache = Choice("none", "no cache in this graph")
     elif "kv_update" in caches:
-        cache = Choice("int4", "the call's Int4Cache")
+        scales = caches["kv_update"].args[5].meta["val"]
+        cache = Choice(formats.CHANNEL if formats.per_channel(scales) else "int4", "the call's Int4Cache")
     elif options.kv_cache == "model":
         cache = Choice("model", "option kv_cache")
-    elif options.kv_cache == "int4-channel":
-        cache = Choice("model", "option kv_cache: int4-channel has no implementation yet")
-    elif caches != {"kv_write_"}:
+    elif caches.keys() != {"kv_write_"}:
         kind = "DynamicCache grows by concatenation" if "kv_cat" in caches else "a sliding window that has wrapped"
         cache = Choice("model", f"{kind}: attention stays on the model's own cache")
     else:
-        cache = Choice("int4", "option kv_cache: StaticCache, redirected to its INT4 copy")
+        keys = ", keys per channel and page" if options.kv_cache == formats.CHANNEL else ""
+        cache = Choice(options.kv_cache, f"option kv_cache: StaticCache, redirected to its INT4 copy{keys}")
     head = (
         Choice("exact", "option lm_head=model: the head keeps the model's dtype")
         if options.lm_head == "model"

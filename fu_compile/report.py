@@ -87,6 +87,7 @@ PIECES = ("norms", "qkv", "attention", "cache", "swiglu", "residual", "head")
 
 FORMATS: dict[str, str] = {
     "int4": "4-bit codes with a scale per group",
+    "int4-channel": "4-bit codes, keys with a range per channel and page",
     "fp8": "8-bit floats (e4m3)",
     "bf16": "16 bit, gain folded",
     "exact": "eager's own numerics",
@@ -734,6 +735,8 @@ def layer_map(graph: GraphReport) -> dict[str, dict[str, Cell]]:
         note += f"; {chosen[path]}" if name in _LINEAR and path in chosen else ""
         for piece, form in _pieces_of(path, name, detail):
             target = cell(path, piece)
+            if name not in _LINEAR and form == "int4" and graph.decision.get("cache") == "int4-channel":
+                form = "int4-channel"
             _add(target.formats, form)
             _add(target.lowerings, lowering)
             _add(target.notes, note)

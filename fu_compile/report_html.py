@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 COLOURS = {
     "int4": "#17735a",
+    "int4-channel": "#2c7a7b",
     "fp8": "#2a67ad",
     "bf16": "#7248ac",
     "exact": "#5a6472",
@@ -59,7 +60,8 @@ _MEMORY_COLOURS = {
 }
 _MEANINGS = {**MEMORY, "dense": "dequantised or folded copies of weights (reference and CPU lowerings)"}
 
-_LABELS = {"int4": "INT4", "fp8": "FP8", "bf16": "BF16", "exact": "exact", "model": "model", "missed": "missed"}
+_LABELS = {"int4": "INT4", "int4-channel": "INT4-C", "fp8": "FP8", "bf16": "BF16", "exact": "exact", "model": "model"}
+_LABELS |= {"missed": "missed"}
 
 _PIECES = {
     "norms": "RMS norms",

@@ -136,7 +136,7 @@ def _tables(spec: KVSpec, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
         w if r is None or i not in read else r.dense(w) for i, (w, r) in enumerate(zip(sources, rows, strict=True))
     ]
     norm = None if spec.key_norm is None else args[spec.key_norm]
-    reason = key_risk(weights, biases, norm, spec.heads)
+    reason = key_risk(weights, biases, norm, spec.heads) if spec.kv_format == "int4" else None
     if reason:  # the graph was made for other weights, of this model or of another of its kind
         raise WeightsChangedError(
             f"{reason}; the compiled graph does not",
@@ -284,7 +284,7 @@ class CompiledGraph:
             if spec.created:
                 continue
             keys, values = args[spec.keys], args[spec.values]
-            copy = COPIES.find(keys, values)
+            copy = COPIES.find(keys, values, spec.kv_format)
             if copy is None or not copy.current(keys, values):
                 raise CacheMismatchError(
                     "the INT4 pages of this cache are not those of its rows, and importing them cannot be captured",
@@ -331,12 +331,13 @@ class CompiledGraph:
             keys, values = args[spec.keys], args[spec.values]
             copy = last[n]()
             if copy is None or not copy.current(keys, values):
-                copy = COPIES.find(keys, values)
+                copy = COPIES.find(keys, values, spec.kv_format)
                 last[n] = _none if copy is None else weakref.ref(copy)
             if copy is None or not copy.current(keys, values):
                 known = copy is not None
                 tables = tuple(t.to(keys.device) for t in tables)  # type: ignore[assignment]
-                copy = COPIES.attach(keys, values, tables, copy.store if known else None)  # type: ignore[union-attr]
+                store = copy.store if known else None  # type: ignore[union-attr]
+                copy = COPIES.attach(keys, values, tables, store, spec.kv_format)
                 used = self._used(args, spec, after)
                 last[n] = weakref.ref(copy)
                 self._copies.add(copy)

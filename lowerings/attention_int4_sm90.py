@@ -157,6 +157,8 @@ def accepts(
     if keys.dtype != dtype or values.dtype != dtype:
         return f"the cache is {keys.dtype}, the activations {dtype}"
     cache = (keys, values, k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
+    if k_scales.dim() != 4:
+        return "keys are quantised per channel (int4-channel); this kernel reads one scale per token"
     if not all(t.is_contiguous() for t in cache):
         return "the cache or its store is not contiguous"
     if mask is not None and _mask_kind(mask, dtype) is None:

@@ -69,18 +69,31 @@ class Store:
         missing = (last - first) * PAGE - keys.shape[2]
         if missing:
             keys, values = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (keys, values))
-        for (codes, scales), to_codes, to_scales in (
-            (formats.encode_keys(keys, self.key_mean, self.key_balance), self.k_codes, self.k_scales),
-            (formats.encode_rows(values), self.v_codes, self.v_scales),
-        ):
-            to_codes[:, :, first:last].copy_(codes.unflatten(2, (-1, PAGE)))
-            to_scales[:, :, first:last].copy_(scales.unflatten(2, (-1, PAGE)))
+        v_codes, v_scales = formats.encode_rows(values)
+        if formats.per_channel(self.k_scales):
+            k_codes, k_scales = formats.encode_key_pages(keys, self.key_mean)
+            # A key that is not finite has no code: whoever sees the token gets NaN from its value instead.
+            v_scales = v_scales.masked_fill(~torch.isfinite(keys).all(-1), float("nan"))
+        else:
+            pair = formats.encode_keys(keys, self.key_mean, self.key_balance)
+            k_codes, k_scales = (t.unflatten(2, (-1, PAGE)) for t in pair)
+        v_codes, v_scales = (t.unflatten(2, (-1, PAGE)) for t in (v_codes, v_scales))
+        store = (self.k_codes, self.k_scales, self.v_codes, self.v_scales)
+        for into, new in zip(store, (k_codes, k_scales, v_codes, v_scales), strict=True):
+            into[:, :, first:last].copy_(new)
 
     def decode(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the pages first .. last-1: [B, Hkv, (last - first) * 64, D] f32."""
-        store = (self.k_codes, self.k_scales, self.v_codes, self.v_scales)
-        kc, ks, vc, vs = (t[:, :, first:last].flatten(2, 3) for t in store)
-        return formats.decode_keys(kc, ks, self.key_mean, self.key_balance), formats.decode_rows(vc, vs)
+        pages = slice(first, last)
+        keys = decode_keys(self.k_codes[:, :, pages], self.k_scales[:, :, pages], self.key_mean, self.key_balance)
+        return keys, formats.decode_rows(*(t[:, :, pages].flatten(2, 3) for t in (self.v_codes, self.v_scales)))
+
+
+def decode_keys(codes: Tensor, scales: Tensor, mean: Tensor, balance: Tensor) -> Tensor:
+    """Keys of whole pages in the format that the scales tell: [B, Hkv, P, 64, D/2] -> [B, Hkv, P * 64, D] f32."""
+    if formats.per_channel(scales):
+        return formats.decode_key_pages(codes, scales, mean)
+    return formats.decode_keys(codes.flatten(2, 3), scales.flatten(2, 3), mean, balance)
 
 
 @dataclass

@@ -6,7 +6,7 @@ Positions are read back to the host: on a GPU that stalls the stream, so there t
 from __future__ import annotations
 
 import torch
-from fu_compile.lowerings.pages import PAGE, Store, append, exact_rows, extend, keeps_decoded, paged, seen
+from fu_compile.lowerings.pages import PAGE, Store, append, decode_keys, exact_rows, extend, keeps_decoded, paged, seen
 from fu_compile.lowerings.reference_block import check_length, merge_heads, rotate, sdpa
 from torch import Tensor
 
@@ -243,10 +243,10 @@ def _attend(
     return y.masked_fill(~sees.any(-1, keepdim=True), 0.0)
 
 
-def kv_store(keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The empty store of a cache keys: [B, Hkv, L, D]."""
+def kv_store(keys: Tensor, kv_format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The empty store of a cache keys: [B, Hkv, L, D], in one of ``formats.KV_FORMATS``."""
     b, h, length, d = keys.shape
-    return formats.kv_store(b, h, length, d, keys.device)
+    return formats.kv_store(b, h, length, d, keys.device, kv_format)
 
 
 def kv_append_(
@@ -337,11 +337,14 @@ def kv_round(k: Tensor, v: Tensor, key_mean: Tensor, key_balance: Tensor) -> tup
 
 
 def kv_dequantize(codes: Tensor, scales: Tensor, mean: Tensor | None, balance: Tensor | None, pages: int) -> Tensor:
-    """codes: [B, Hkv, P, 64, D/2], scales: [B, Hkv, P, 64] -> [B, Hkv, pages*64, D] f32, keys with mean and balance."""
-    c, s = codes[:, :, :pages].flatten(2, 3), scales[:, :, :pages].flatten(2, 3)
+    """codes: [B, Hkv, P, 64, D/2], scales: [B, Hkv, P, 64] -> [B, Hkv, pages*64, D] f32, keys with mean and balance.
+
+    Keys per channel: scales [B, Hkv, P, 2, D].
+    """
+    c, s = codes[:, :, :pages], scales[:, :, :pages]
     if mean is None or balance is None:
-        return formats.decode_rows(c, s)
-    return formats.decode_keys(c, s, mean, balance)
+        return formats.decode_rows(c.flatten(2, 3), s.flatten(2, 3))
+    return decode_keys(c, s, mean, balance)
 
 
 LAUNCH = {

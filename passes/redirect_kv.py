@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .. import ops
+from .. import formats
 from ..caches import KVSpec
 from ..capture import same
 from . import Context, layer_of
@@ -35,7 +35,7 @@ NAME = "redirect_kv"
 def run(gm: fx.GraphModule, ctx: Context) -> None:
     """Redirects every attention of ``gm`` whose cache can be redirected."""
     specs: list[KVSpec] = []
-    if ctx.decision.cache.value != "int4":
+    if ctx.decision.cache.value not in formats.KV_FORMATS:
         ctx.data[NAME] = specs
         return
     for node in [n for n in gm.graph.nodes if is_op(n, "attention")]:
@@ -97,14 +97,12 @@ def _rewrite(
     raw, cos, sin, q_norm, k_norm, eps, *heads = rope.args
     val = keys.meta["val"]
     kv_heads, dim = val.shape[1], val.shape[3]
-    created = keys.op != "placeholder"
+    created, kv_format = keys.op != "placeholder", ctx.decision.cache.value
     if created:
-        store = outputs(gm, insert(gm, write_k, "kv_store", (keys,), like=keys), 4)
+        store = outputs(gm, insert(gm, write_k, "kv_store", (keys, kv_format), like=keys), 4)
     else:
-        batch, _, length, _ = val.shape
-        rows = (batch, kv_heads, (length + ops.PAGE - 1) // ops.PAGE, ops.PAGE)
-        shapes = ((*rows, dim // 2), torch.uint8), (rows, torch.float16)
-        store = [ctx.placeholder(gm, f"kv_{index}_{i}", val, *shape) for i, shape in enumerate(shapes * 2)]
+        shapes = formats.kv_shapes(*val.shape, kv_format)
+        store = [ctx.placeholder(gm, f"kv_{index}_{i}", val, *shape) for i, shape in enumerate(shapes)]
     tables = [ctx.placeholder(gm, f"kv_{index}_{4 + i}", val, (kv_heads, dim), torch.float32) for i in range(2)]
     cache = (keys, values, *store, *tables, position)
     if ctx.decision.phase.value == "decode":
@@ -114,7 +112,7 @@ def _rewrite(
         fused = insert(gm, node, "qkv_append", (raw, cos, sin, q_norm, k_norm, eps, *cache, *heads), like=rope)
         new = insert(gm, node, "attention_prefill", (*outputs(gm, fused, 3), *cache, mask, scale, causal), like=node)
     node.replace_all_uses_with(new)
-    spec = KVSpec.of(ctx, layer_of(node), keys, values, position, created, rope)
+    spec = KVSpec.of(ctx, layer_of(node), keys, values, position, created, rope, kv_format)
     for dead in (node, write_k, write_v):
         gm.graph.erase_node(dead)
     ctx.fired(NAME, new)

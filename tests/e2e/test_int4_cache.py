@@ -22,7 +22,7 @@ from transformers.cache_utils import StaticLayer
 
 import fu_compile
 from fu_compile import Int4Cache, KeyTables, formats
-from fu_compile.errors import CacheLengthError, CacheMismatchError, FuWarning, GradientError, HeadDimError
+from fu_compile.errors import CacheLengthError, CacheMismatchError, FuWarning, GradientError, HeadDimError, OptionError
 from fu_compile.int4_cache import Int4Layer
 from fu_compile.models import cache_kwarg
 
@@ -30,28 +30,28 @@ PAGE = formats.PAGE
 HEADS, DIM = 2, 16
 
 
-def layer(batch=2, slots=200, dtype=torch.float32, tables=None, exact_page=True):
-    return Int4Layer(slots, batch, HEADS, DIM, dtype, torch.device("cpu"), tables, exact_page)
+def layer(batch=2, slots=200, dtype=torch.float32, tables=None, exact_page=True, kv_format="int4"):
+    return Int4Layer(slots, batch, HEADS, DIM, dtype, torch.device("cpu"), tables, exact_page, kv_format)
 
 
 def rows(batch, tokens, dtype=torch.float32, dim=DIM):
     return torch.randn(batch, HEADS, tokens, dim).to(dtype), torch.randn(batch, HEADS, tokens, dim).to(dtype)
 
 
-def through(k, v, tables):
-    """Keys and values [B, H, T, D] as a quantised page gives them back."""
-    decoded = (
-        formats.decode_keys(*formats.encode_keys(k, *tables), *tables),
-        formats.decode_rows(*formats.encode_rows(v)),
-    )
-    return decoded[0].to(k.dtype), decoded[1].to(v.dtype)
+def through(k, v, tables, kv_format="int4"):
+    """Keys and values [B, H, T, D] as quantised pages give them back."""
+    if kv_format == formats.CHANNEL:
+        keys = formats.decode_key_pages(*formats.encode_key_pages(k, tables[0]), tables[0])
+    else:
+        keys = formats.decode_keys(*formats.encode_keys(k, *tables), *tables)
+    return keys.to(k.dtype), formats.decode_rows(*formats.encode_rows(v)).to(v.dtype)
 
 
 class Plain:
     """What an Int4Cache holds, written down the long way: plain tensors, each page sent through the codec when full."""
 
-    def __init__(self, batch, tables, dtype, exact_page):
-        self.exact_page = exact_page
+    def __init__(self, batch, tables, dtype, exact_page, kv_format):
+        self.exact_page, self.kv_format = exact_page, kv_format
         self.k, self.v = (torch.zeros(batch, HEADS, 0, DIM, dtype=dtype) for _ in range(2))
         self.tables = tables
 
@@ -66,7 +66,8 @@ class Plain:
         seen = self.k.clone(), self.v.clone()
         for page in range(first // PAGE, self.length // PAGE):
             at = slice(page * PAGE, (page + 1) * PAGE)
-            self.k[:, :, at], self.v[:, :, at] = through(self.k[:, :, at], self.v[:, :, at], self.tables)
+            page_rows = self.k[:, :, at], self.v[:, :, at]
+            self.k[:, :, at], self.v[:, :, at] = through(*page_rows, self.tables, self.kv_format)
         if not self.exact_page:
             at = slice(max(first, self.length // PAGE * PAGE), None)
             self.k[:, :, at], self.v[:, :, at] = through(self.k[:, :, at], self.v[:, :, at], self.tables)
@@ -95,14 +96,16 @@ class Operations(RuleBasedStateMachine):
         half=st.booleans(),
         tables=st.booleans(),
         exact=st.booleans(),
+        channel=st.booleans(),
     )
-    def start(self, seed, batch, half, tables, exact):
+    def start(self, seed, batch, half, tables, exact, channel):
         torch.manual_seed(seed)
         self.dtype = torch.bfloat16 if half else torch.float32
         given = (torch.randn(HEADS, DIM), torch.rand(HEADS, DIM) + 0.5) if tables else None
-        self.layer = layer(batch, self.SLOTS, self.dtype, given, exact)
+        exact, kv_format = exact or channel, formats.CHANNEL if channel else "int4"
+        self.layer = layer(batch, self.SLOTS, self.dtype, given, exact, kv_format)
         self.tables = given or formats.kv_tables(HEADS, DIM)
-        self.plain = Plain(batch, self.tables, self.dtype, exact)
+        self.plain = Plain(batch, self.tables, self.dtype, exact, kv_format)
 
     @property
     def batch(self):
@@ -222,21 +225,36 @@ def test_two_thousand_operations():
     assert Operations.steps >= 2000
 
 
-def test_encoding_is_the_formats():
+@pytest.mark.parametrize("kv_format", formats.KV_FORMATS)
+def test_encoding_is_the_formats(kv_format):
     """What the store holds after updates is what formats.encode_* give for the exact keys, in codes and scales."""
     torch.manual_seed(0)
     tables = torch.randn(HEADS, DIM), torch.rand(HEADS, DIM) + 0.5
-    at = layer(tables=tables, dtype=torch.bfloat16)
+    at = layer(tables=tables, dtype=torch.bfloat16, kv_format=kv_format)
     k, v = rows(2, 150, torch.bfloat16)
     for first, last in ((0, 40), (40, 41), (41, 128), (128, 150)):
         at.update(k[:, :, first:last], v[:, :, first:last])
+    channel = kv_format == formats.CHANNEL
+    k_codes = (
+        formats.encode_key_pages(k[:, :, :128], tables[0]) if channel else formats.encode_keys(k[:, :, :128], *tables)
+    )
     for encoded, codes, scales in (
-        (formats.encode_keys(k[:, :, :128], *tables), at.k_codes, at.k_scales),
+        (k_codes, at.k_codes, at.k_scales),
         (formats.encode_rows(v[:, :, :128]), at.v_codes, at.v_scales),
     ):
-        assert torch.equal(codes[:, :, :2].flatten(2, 3), encoded[0])
-        assert torch.equal(scales[:, :, :2].flatten(2, 3), encoded[1])
+        assert torch.equal(codes[:, :, :2].flatten(), encoded[0].flatten())
+        assert torch.equal(scales[:, :, :2].flatten(), encoded[1].flatten())
     assert torch.equal(at.keys[:, :, 128:150], k[:, :, 128:])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_memory_of_keys_per_channel(dim):
+    """4.5 bits a key and 4 + 16 / dim a value, beside the exact page and the tables."""
+    slots = 4096
+    config = tiny(head_dim=dim, hidden_size=2 * dim)
+    cache = Int4Cache(config, slots, device="meta", dtype=torch.bfloat16, kv_cache="int4-channel")
+    per_head = slots * (dim / 2 + dim / 16 + dim / 2 + 2) + 64 * 2 * dim * 2 + 8 * dim
+    assert cache.nbytes == config.num_hidden_layers * (config.num_key_value_heads * per_head + 8)  # 8: the length
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -295,6 +313,8 @@ def tiny(**changes):
         ({"max_cache_len": 64, "batch_size": 0}, CacheLengthError, "batch_size"),
         ({"max_cache_len": 64.0}, CacheLengthError, "64.0"),
         ({"max_cache_len": 64, "offloading": True}, CacheMismatchError, "there already"),
+        ({"max_cache_len": 64, "kv_cache": "int8"}, OptionError, "int8"),
+        ({"max_cache_len": 64, "kv_cache": "int4-channel", "exact_page": False}, CacheMismatchError, "whole pages"),
         ({"max_cache_len": 64, "tables": KeyTables((torch.zeros(HEADS, DIM),), (torch.ones(HEADS, DIM),))},
          CacheMismatchError, "tables for 1 layers"),
         ({"max_cache_len": 64, "tables": KeyTables((torch.zeros(1, DIM),) * 2, (torch.ones(1, DIM),) * 2)},
@@ -416,8 +436,9 @@ def calls(model, cache, ids, pieces, mask=None):
 PIECES = (70, 1, 1, 30, 1, 64, 1, 1)
 
 
+@pytest.mark.parametrize("kv_cache", formats.KV_FORMATS)
 @pytest.mark.parametrize("options", [{"mode": "exact"}, {"prefill": "bf16", "decode": "bf16"}], ids=["exact", "fused"])
-def test_compiled_equals_eager(model, options):
+def test_compiled_equals_eager(model, options, kv_cache):
     """The fused reads see what the unfused ones see; left padding included."""
     torch.manual_seed(4)
     ids = torch.randint(0, 211, (2, sum(PIECES)))
@@ -430,11 +451,12 @@ def test_compiled_equals_eager(model, options):
         options = {**options, "lm_head": "model"}
     compiled = copy.deepcopy(source)
     fu_compile.compile(compiled, **options)
-    eager, fused = (Int4Cache(model.config, 180, batch_size=2) for _ in range(2))
+    eager, fused = (Int4Cache(model.config, 180, batch_size=2, kv_cache=kv_cache) for _ in range(2))
     want, got = calls(source, eager, ids, PIECES, mask), calls(compiled, fused, ids, PIECES, mask)
     operators = {name for g in fu_compile.report(compiled).graphs for _, name, _ in g.fused}
     assert ("kv_update" in operators) == ("mode" in options)
     assert ("attention_int4" in operators) == ("mode" not in options)
+    assert {g.decision["cache"] for g in fu_compile.report(compiled).graphs} == {kv_cache}
     real = mask.bool()
     # float32 on both sides, sums in another order; a key that lies on a rounding tie may get the neighbouring code:
     # 1/15 of its row's range in one of 64 channels.

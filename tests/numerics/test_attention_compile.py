@@ -87,11 +87,11 @@ def test_kernels_of_reads_the_configuration():
     assert kernels[0] is attention.kernel(attention.config(1, 32, 8, 128, 64), 128, False, False, False, False, 0)
 
 
-def arguments(d=64, hq=4, hkv=2, tokens=1, dtype=torch.bfloat16, mask=None, rotated=None):
+def arguments(d=64, hq=4, hkv=2, tokens=1, dtype=torch.bfloat16, mask=None, rotated=None, kv_format="int4"):
     cache = [torch.zeros(1, hkv, 70, d, dtype=dtype) for _ in range(2)]
     angle = torch.zeros(1, tokens, rotated or d, dtype=dtype)
     qkv = torch.zeros(1, tokens, (hq + 2 * hkv) * d, dtype=dtype)
-    cache = (*cache, *formats.kv_store(1, hkv, 70, d), *formats.kv_tables(hkv, d))
+    cache = (*cache, *formats.kv_store(1, hkv, 70, d, kv_format=kv_format), *formats.kv_tables(hkv, d))
     return (qkv, angle, angle, None, None, 1e-6, *cache, torch.arange(tokens), mask, 0.1, hq, hkv, d)
 
 
@@ -106,6 +106,7 @@ def arguments(d=64, hq=4, hkv=2, tokens=1, dtype=torch.bfloat16, mask=None, rota
         ({"rotated": 96}, "cos"),
         ({"mask": torch.zeros(1, 4, 1, 70, dtype=torch.bool)}, "mask"),
         ({"mask": torch.zeros(1, 1, 1, 70, dtype=torch.int32)}, "dtype"),
+        ({"kv_format": "int4-channel"}, "per channel"),
         ({}, "Hopper"),
     ],
 )

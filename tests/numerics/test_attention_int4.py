@@ -29,11 +29,14 @@ def no_grad():
 class Model:
     """A cache driven through the operators, and what attention must see of it by the rule, in float64."""
 
-    def __init__(self, batch=2, hq=4, hkv=2, d=16, length=200, dtype=torch.float32, rotated=None, norms=False):
+    def __init__(
+        self, batch=2, hq=4, hkv=2, d=16, length=200, dtype=torch.float32, rotated=None, norms=False, kv_format="int4"
+    ):
+        self.kv_format = kv_format
         self.batch, self.hq, self.hkv, self.d, self.length, self.dtype = batch, hq, hkv, d, length, dtype
         self.rotated = rotated or d
         self.keys, self.values = (torch.full((batch, hkv, length, d), float("nan")).to(dtype) for _ in range(2))
-        self.store = f.kv_store(batch, hkv, length, d)
+        self.store = f.kv_store(batch, hkv, length, d, kv_format=kv_format)
         for t, poison in zip(self.store, (0xFF, float("nan"), 0xFF, float("nan")), strict=True):
             t.fill_(poison)  # B17: unwritten memory must never matter
         self.tables = (torch.randn(hkv, d) * 0.5, torch.rand(hkv, d) + 0.5)
@@ -70,8 +73,12 @@ class Model:
         k, v = self.keys[:, :, : self.at].double(), self.values[:, :, : self.at].double()
         n = complete * 64
         if complete:
-            encoded = f.encode_keys(self.keys[:, :, :n], *self.tables)
-            k = torch.cat((f.decode_keys(*encoded, *self.tables).double(), k[:, :, n:]), 2)
+            if self.kv_format == "int4":
+                decoded = f.decode_keys(*f.encode_keys(self.keys[:, :, :n], *self.tables), *self.tables)
+            else:
+                mean = self.tables[0]
+                decoded = f.decode_key_pages(*f.encode_key_pages(self.keys[:, :, :n], mean), mean)
+            k = torch.cat((decoded.double(), k[:, :, n:]), 2)
             v = torch.cat((f.decode_rows(*f.encode_rows(self.values[:, :, :n])).double(), v[:, :, n:]), 2)
         return k, v
 
@@ -94,6 +101,7 @@ class Model:
             *self.heads,
         )  # fmt: skip
         q, _, _ = self.rope(qkv, cos, sin)
+        self.last_q = q
         return y, self.expected(q, first, mask)
 
     def prefill(self, tokens, fresh=False, mask=None):
@@ -150,11 +158,12 @@ def test_decode_over_pages(d):
     st.lists(st.integers(1, 90), min_size=1, max_size=5),
     st.sampled_from([(4, 4), (9, 3), (8, 1)]),
     st.integers(0, 2**31),
+    st.sampled_from(f.KV_FORMATS),
 )
-def test_chunks(chunks, heads, seed):
+def test_chunks(chunks, heads, seed, kv_format):
     """Any split into calls obeys the rule (B20), with and without an own mask."""
     torch.manual_seed(seed)
-    m = Model(hq=heads[0], hkv=heads[1], d=8, length=sum(chunks) + 3)
+    m = Model(hq=heads[0], hkv=heads[1], d=8, length=sum(chunks) + 3, kv_format=kv_format)
     for i, tokens in enumerate(chunks):
         mask = None
         if i % 2:
@@ -176,10 +185,10 @@ def test_sixteen_bits(dtype):
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "per head"])
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_masks_and_poisoned_slots(kind, tokens):
+@pytest.mark.parametrize(("tokens", "kv_format"), [(1, "int4"), (3, "int4"), (1, "int4-channel")])
+def test_masks_and_poisoned_slots(kind, tokens, kv_format):
     """Left padding whose slots hold NaN, before and after their page is quantised; a sequence that is all padding."""
-    m = Model(length=160)
+    m = Model(length=160, kv_format=kv_format)
     m.prefill(62, fresh=True)
     m.keys[0, :, :5], m.values[0, :, :5] = float("nan"), float("inf")
     for _ in range(3):
@@ -193,10 +202,12 @@ def test_masks_and_poisoned_slots(kind, tokens):
         y, _ = m.decode(tokens, mask)
         assert y.isfinite().all()
         assert not y[1, 0].any()
-    # The same values, computed by a model in which those slots hold zeros.
+    # The same values, computed by a model in which those slots hold other ones: zeros, or, where one range serves 64
+    # tokens of a channel, something that leaves it alone.
     keys, values = m.keys.nan_to_num(0.0, 0.0, 0.0), m.values.nan_to_num(0.0, 0.0, 0.0)
+    keys[0, :, :5] = 0.0 if kv_format == "int4" else keys[0, :, 5:6]
     assert m.at > 64
-    clean = f.kv_store(2, m.hkv, m.length, m.d)
+    clean = f.kv_store(2, m.hkv, m.length, m.d, kv_format=kv_format)
     fu.kv_append_(keys, values, *clean, *m.tables, 0, 1)
     qkv, cos, sin, position = m.inputs(tokens)
     args = (qkv, cos, sin, *m.norms, EPS)
@@ -204,6 +215,26 @@ def test_masks_and_poisoned_slots(kind, tokens):
     a = fu.attention_int4(*args, m.keys, m.values, *m.store, *m.tables, *tail)
     b = fu.attention_int4(*args, keys, values, *clean, *m.tables, *tail)
     torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_keys_per_channel_that_are_not_finite(bad):
+    """Whoever sees such a token gets NaN; whoever does not gets what the other 63 tokens of its page give."""
+    m = Model(length=160, kv_format="int4-channel")
+    m.prefill(70, fresh=True)
+    k = m.keys[0, 0, 7].clone()
+    m.keys[0, 0, 7, 3] = bad
+    fu.kv_append_(m.keys, m.values, *m.store, *m.tables, 0, 1)
+    y, _ = m.decode(1)
+    assert y[0, 0, : 2 * m.d].isnan().all()  # the two query heads of that key/value head
+    assert y[0, 0, 2 * m.d :].isfinite().all()
+    assert y[1].isfinite().all()
+    shown = (torch.arange(m.length) <= m.at)[None, None, None].repeat(2, 1, 1, 1)
+    shown[0, ..., 7] = False
+    y, _ = m.decode(1, shown)
+    m.keys[0, 0, 7] = k  # inside the channel's range or not: nothing that is finite may have been touched by it
+    m.keys[0, 0, 7, 3] = m.keys[0, 0, 8, 3]
+    check((y, m.expected(m.last_q, m.at - 1, shown)))
 
 
 def test_lowest_value_masks():

@@ -484,3 +484,67 @@ def test_kv_tables():
     assert mean[:, 0].abs().max() < 0.01 * b.abs().max()  # the fastest pair averages out
     with pytest.raises(FormatError):
         f.kv_tables(2, 64, key_bias=bias[1:], inv_freq=inv_freq)
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 3), st.sampled_from(HEAD_DIMS), st.floats(0.0, 200.0), st.integers(0, 2**31))
+def test_key_pages_round_trip(pages, head_dim, constant, seed):
+    """Keys with one range per channel and page come back within half a step, whatever constant a channel has."""
+    torch.manual_seed(seed)
+    k = torch.randn(2, 3, pages * 64, head_dim) * torch.rand(head_dim).exp2() + constant * torch.randn(3, 1, head_dim)
+    mean = torch.randn(3, head_dim)
+    codes, ranges = f.encode_key_pages(k, mean)
+    assert codes.shape == (2, 3, pages, 64, head_dim // 2)
+    assert ranges.shape == (2, 3, pages, 2, head_dim)
+    assert (codes.dtype, ranges.dtype) == (torch.uint8, torch.float16)
+    back = f.decode_key_pages(codes, ranges, mean)
+    steps, minima = (t.double()[..., None, :] for t in ranges.unbind(3))
+    # Half a step; the step and the minimum round to float16 (2^-11 each), the sum to float32.
+    allowed = steps * (0.5 + 15 * 2.0**-11) + minima.abs() * 2.0**-11 + 2.0**-20 * (k.abs().max() + 1)
+    error = (back.double() - k.double()).unflatten(2, (-1, 64)).abs()
+    assert (error <= allowed).all()
+    # All 16 codes are of use: a page of a channel reaches both ends of its range.
+    q = f._unpack_nibbles(codes)
+    assert (q.amin(3) == 0).float().mean() > 0.99
+    assert (q.amax(3) == 15).float().mean() > 0.99
+
+
+def test_key_pages_at_the_edges():
+    """A constant channel, one without a finite value, magnitudes beyond float16; neighbours are not touched."""
+    k = torch.randn(1, 1, 64, 8)
+    plain = f.decode_key_pages(*f.encode_key_pages(k, torch.zeros(1, 8)), torch.zeros(1, 8))
+    k[..., 0], k[..., 1], k[..., 2] = 3.0, float("nan"), 1e6
+    k[..., 5, 3] = float("inf")
+    codes, ranges = f.encode_key_pages(k, torch.zeros(1, 8))
+    back = f.decode_key_pages(codes, ranges, torch.zeros(1, 8))
+    assert (back[..., 0] == 3.0).all()
+    assert back.isfinite().all()
+    assert (back[..., 2] >= 65504).all()
+    assert torch.equal(back[..., 4:], plain[..., 4:])
+    keep = torch.arange(64) != 5
+    assert ((back - k)[:, :, keep, 3].abs() <= 0.51 * ranges[0, 0, 0, 0, 3]).all()
+    with pytest.raises(FormatError, match="65 tokens"):
+        f.encode_key_pages(torch.randn(1, 1, 65, 8), torch.zeros(1, 8))
+    with pytest.raises(HeadDimError):
+        f.encode_key_pages(torch.randn(1, 1, 64, 9), torch.zeros(1, 9))
+    with pytest.raises(FormatError, match="int8"):
+        f.kv_store(1, 1, 64, 8, kv_format="int8")
+
+
+def test_keys_per_channel_do_not_mind_a_bias():
+    """The case that ruins rotated keys without their mean: a large constant in one channel costs the others nothing."""
+    bias = torch.zeros(2, 64)
+    bias[:, 5] = 100.0
+    k, zero = torch.randn(1, 2, 64, 64), torch.zeros(2, 64)
+
+    def error(keys):
+        back = f.decode_key_pages(*f.encode_key_pages(keys, zero), zero)
+        return (back - keys).square().mean((0, 1, 2))
+
+    plain, biased = error(k), error(k + bias[:, None])
+    keep = torch.arange(64) != 5
+    assert torch.equal(plain[keep], biased[keep])
+    assert biased[5] < 2 * plain[5]  # the minimum is one float16 rounding of 100: 2^-5 at most, a tenth of a step
+
+
+    assert [t.shape for t in f.kv_store(2, 3, 65, 96, kv_format="int4-channel")] == [
+        kc.shape, (2, 3, 2, 2, 96), vc.shape, vs.shape,
+    ]  # fmt: skip

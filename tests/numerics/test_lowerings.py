@@ -135,7 +135,11 @@ def samples():
     yield "attention_int4", (*rope, keys, values, *store, *tables, position, None, 0.3, *heads)
     q, k, v = fu.qkv_rope(*rope, *heads)
     yield "attention_prefill", (q, k, v, keys, values, *store, *tables, position, None, 0.3, False)
-    yield "kv_store", (keys,)
+    for kv_format in f.KV_FORMATS:
+        yield "kv_store", (keys, kv_format)
+    channel = f.kv_store(2, 2, 70, 16, kv_format="int4-channel")
+    yield "qkv_append", (*rope, keys, values, *channel, *tables, position, *heads)
+    yield "attention_int4", (*rope, keys, values, *channel, *tables, position, None, 0.3, *heads)
     yield "kv_append_", (keys, values, *store, *tables, 0, 1)
     k, v = torch.randn(2, 2, 3, 16), torch.randn(2, 2, 3, 16)
     page = (torch.randn(2, 2, 64, 16), torch.randn(2, 2, 64, 16))
@@ -143,6 +147,7 @@ def samples():
     yield "kv_update", (k, v, *page, *store, *tables, position, 70)
     yield "kv_round", (k, v, *tables)
     yield "kv_dequantize", (store[0], store[1], *tables, 1)
+    yield "kv_dequantize", (channel[0], channel[1], *tables, 1)
     yield "kv_dequantize", (store[2], store[3], None, None, 2)
 
 
