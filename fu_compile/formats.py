@@ -431,7 +431,6 @@ def fp8_quantize(x: Tensor, state: Tensor, scaling: str = "delayed") -> tuple[Te
     if scaling not in FP8_SCALINGS:
         raise FormatError(f"FP8 scaling {scaling!r}; there are {', '.join(FP8_SCALINGS)}")
     if state.shape != (FP8_STATE,) or state.dtype != torch.float32:
-        row       one scale per row (token): amax of the row / 448, 1 for zeros; nothing can saturate
         raise FormatError(f"an FP8 state is f32 [{FP8_STATE}]; this is {state.dtype} {list(state.shape)}")
     x32 = x.detach().to(torch.float32)
     if x.numel() == 0:
@@ -658,59 +657,6 @@ def decode_keys(codes: Tensor, scales: Tensor, mean: Tensor, balance: Tensor) ->
     return rows.mul_(balance[:, None]).add_(mean[:, None])
 
 
-def kv_pages(max_len: int) -> int:
-    """Pages of 64 tokens that a cache of ``max_len`` tokens needs."""
-    return _ceil(max_len, PAGE)
-
-
-def kv_store(
-    batch: int,
-    kv_heads: int,
-    max_len: int,
-    head_dim: int,
-    device: torch.device | str | None = None,
-    kv_format: str = "int4",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """An empty INT4 store for one layer.
-
-    ::
-
-        codes    [sequence][kv head][page][token 0..63][D/2 bytes]       a page of one head is one run of 32 D bytes
-        scales   [sequence][kv head][page][token 0..63] f16              and one of 128 bytes
-
-    Returns:
-        k_codes [B, Hkv, P, 64, D/2] u8, k_scales [B, Hkv, P, 64] f16 (``"int4-channel"``: [B, Hkv, P, 2, D]), v_codes,
-        v_scales; P = ceil(max_len / 64). Contents are zeros, which decode to 0 for values and to the mean for keys.
-
-    Raises:
-        HeadDimError: head_dim is odd. FormatError: a format that does not exist.
-    """
-    hadamard_block(head_dim)
-    if kv_format not in KV_FORMATS:
-        raise FormatError(f"a cache in the format {kv_format!r}; there are {' and '.join(KV_FORMATS)}")
-    shapes = kv_shapes(batch, kv_heads, max_len, head_dim, kv_format)
-    # Born outside inference mode: only such tensors have the version by which foreign writes are noticed.
-    with torch.inference_mode(False):
-        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes)  # type: ignore[return-value]
-
-
-def kv_tables(
-    kv_heads: int,
-    head_dim: int,
-    device: torch.device | str | None = None,
-    key_bias: Tensor | None = None,
-    inv_freq: Tensor | None = None,
-    attention_scaling: float = 1.0,
-    positions: int = 2048,
-) -> tuple[Tensor, Tensor]:
-    """key_mean and key_balance of one layer before any calibration.
-
-    The mean is what the bias of k_proj becomes after RoPE, averaged over the positions 0 .. positions-1: R(p) b keeps a
-    constant part only in column pairs that rotate slowly; the fast ones average to nothing. Without a bias, or without
-    the frequencies, it is zero. Subtracting any constant from all keys is neutral to softmax, so this only ever moves
-    the quantiser's range. The balance is one.
-
-    Args:
 CHANNEL = "int4-channel"
 """``kv_cache`` of the format whose keys have one range per channel and page."""
 KV_FORMATS = ("int4", CHANNEL)
@@ -769,11 +715,11 @@ def decode_key_pages(codes: Tensor, ranges: Tensor, mean: Tensor) -> Tensor:
     return _unpack_nibbles(codes).mul_(steps).add_(minima + mean[:, None, None]).flatten(2, 3)
 
 
-        kv_heads: Hkv.
-        head_dim: D.
-        device: where the tables live.
-        key_bias: [Hkv * D], the bias of k_proj, or none.
-        inv_freq: [R/2] RoPE frequencies in radians per token, or none.
+def kv_pages(max_len: int) -> int:
+    """Pages of 64 tokens that a cache of ``max_len`` tokens needs."""
+    return _ceil(max_len, PAGE)
+
+
 def kv_shapes(
     batch: Any, kv_heads: int, max_len: Any, head_dim: int, kv_format: str = "int4"
 ) -> tuple[tuple[tuple[Any, ...], torch.dtype], ...]:
@@ -784,15 +730,20 @@ def kv_shapes(
     return codes, ranges if kv_format == CHANNEL else scales, codes, scales
 
 
-        attention_scaling: the factor on cos and sin (yarn).
-        positions: tokens in the average.
+def kv_store(
+    batch: int,
+    kv_heads: int,
+    max_len: int,
+    head_dim: int,
+    device: torch.device | str | None = None,
+    kv_format: str = "int4",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """An empty INT4 store for one layer.
 
-    Returns:
-        key_mean [Hkv, D] f32 and key_balance [Hkv, D] f32.
+    ::
 
-    Raises:
-        FormatError: a bias or frequencies of another size.
-    """
+        codes    [sequence][kv head][page][token 0..63][D/2 bytes]       a page of one head is one run of 32 D bytes
+        scales   [sequence][kv head][page][token 0..63] f16              and one of 128 bytes
         ranges   [sequence][kv head][page][step, minimum][D] f16         instead, of keys per channel: 4 D bytes
 
     Args:
@@ -802,6 +753,54 @@ def kv_shapes(
         head_dim: D.
         device: where the store lives.
         kv_format: one of KV_FORMATS.
+
+    Returns:
+        k_codes [B, Hkv, P, 64, D/2] u8, k_scales [B, Hkv, P, 64] f16 (``"int4-channel"``: [B, Hkv, P, 2, D]), v_codes,
+        v_scales; P = ceil(max_len / 64). Contents are zeros, which decode to 0 for values and to the mean for keys.
+
+    Raises:
+        HeadDimError: head_dim is odd. FormatError: a format that does not exist.
+    """
+    hadamard_block(head_dim)
+    if kv_format not in KV_FORMATS:
+        raise FormatError(f"a cache in the format {kv_format!r}; there are {' and '.join(KV_FORMATS)}")
+    shapes = kv_shapes(batch, kv_heads, max_len, head_dim, kv_format)
+    # Born outside inference mode: only such tensors have the version by which foreign writes are noticed.
+    with torch.inference_mode(False):
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes)  # type: ignore[return-value]
+
+
+def kv_tables(
+    kv_heads: int,
+    head_dim: int,
+    device: torch.device | str | None = None,
+    key_bias: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    attention_scaling: float = 1.0,
+    positions: int = 2048,
+) -> tuple[Tensor, Tensor]:
+    """key_mean and key_balance of one layer before any calibration.
+
+    The mean is what the bias of k_proj becomes after RoPE, averaged over the positions 0 .. positions-1: R(p) b keeps a
+    constant part only in column pairs that rotate slowly; the fast ones average to nothing. Without a bias, or without
+    the frequencies, it is zero. Subtracting any constant from all keys is neutral to softmax, so this only ever moves
+    the quantiser's range. The balance is one.
+
+    Args:
+        kv_heads: Hkv.
+        head_dim: D.
+        device: where the tables live.
+        key_bias: [Hkv * D], the bias of k_proj, or none.
+        inv_freq: [R/2] RoPE frequencies in radians per token, or none.
+        attention_scaling: the factor on cos and sin (yarn).
+        positions: tokens in the average.
+
+    Returns:
+        key_mean [Hkv, D] f32 and key_balance [Hkv, D] f32.
+
+    Raises:
+        FormatError: a bias or frequencies of another size.
+    """
     with torch.inference_mode(False), torch.no_grad():
         balance = torch.ones((kv_heads, head_dim), dtype=torch.float32, device=device)
         mean = torch.zeros_like(balance)

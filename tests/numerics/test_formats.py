@@ -457,33 +457,6 @@ def test_centring_saves_biased_keys():
     assert error(bias) < 0.02 < 0.5 < error(torch.zeros(2, 64))
 
 
-def test_kv_store_shapes():
-    kc, ks, vc, vs = f.kv_store(2, 3, 65, 96)
-    assert kc.shape == vc.shape == (2, 3, 2, 64, 48)
-    assert ks.shape == vs.shape == (2, 3, 2, 64)
-    assert (kc.dtype, ks.dtype) == (torch.uint8, torch.float16)
-    with torch.inference_mode():
-        assert not any(t.is_inference() for t in f.kv_store(1, 1, 64, 8))
-
-
-def test_kv_tables():
-    mean, balance = f.kv_tables(2, 64)
-    assert not mean.any()
-    assert (balance == 1).all()
-    bias = torch.randn(2 * 64)
-    assert not f.kv_tables(2, 64, key_bias=bias)[0].any()
-    inv_freq = 1.0 / 10000 ** (torch.arange(0, 48, 2) / 48)  # 48 of 64 columns rotate
-    mean, _ = f.kv_tables(2, 64, key_bias=bias, inv_freq=inv_freq, attention_scaling=1.25)
-    b = bias.view(2, 64).double()
-    angle = torch.arange(2048, dtype=torch.float64)[:, None] * torch.cat((inv_freq, inv_freq)).double()
-    cos, sin = angle.cos() * 1.25, angle.sin() * 1.25
-    half = torch.cat((-b[:, 24:48], b[:, :24]), 1)
-    turned = b[:, None, :48] * cos + half[:, None] * sin
-    torch.testing.assert_close(mean[:, :48].double(), turned.mean(1), rtol=1e-5, atol=1e-6)  # one float32 rounding
-    torch.testing.assert_close(mean[:, 48:], bias.view(2, 64)[:, 48:])
-    assert mean[:, 0].abs().max() < 0.01 * b.abs().max()  # the fastest pair averages out
-    with pytest.raises(FormatError):
-        f.kv_tables(2, 64, key_bias=bias[1:], inv_freq=inv_freq)
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 3), st.sampled_from(HEAD_DIMS), st.floats(0.0, 200.0), st.integers(0, 2**31))
 def test_key_pages_round_trip(pages, head_dim, constant, seed):
@@ -545,6 +518,33 @@ def test_keys_per_channel_do_not_mind_a_bias():
     assert biased[5] < 2 * plain[5]  # the minimum is one float16 rounding of 100: 2^-5 at most, a tenth of a step
 
 
+def test_kv_store_shapes():
+    kc, ks, vc, vs = f.kv_store(2, 3, 65, 96)
+    assert kc.shape == vc.shape == (2, 3, 2, 64, 48)
+    assert ks.shape == vs.shape == (2, 3, 2, 64)
+    assert (kc.dtype, ks.dtype) == (torch.uint8, torch.float16)
     assert [t.shape for t in f.kv_store(2, 3, 65, 96, kv_format="int4-channel")] == [
         kc.shape, (2, 3, 2, 2, 96), vc.shape, vs.shape,
     ]  # fmt: skip
+    with torch.inference_mode():
+        assert not any(t.is_inference() for t in f.kv_store(1, 1, 64, 8))
+
+
+def test_kv_tables():
+    mean, balance = f.kv_tables(2, 64)
+    assert not mean.any()
+    assert (balance == 1).all()
+    bias = torch.randn(2 * 64)
+    assert not f.kv_tables(2, 64, key_bias=bias)[0].any()
+    inv_freq = 1.0 / 10000 ** (torch.arange(0, 48, 2) / 48)  # 48 of 64 columns rotate
+    mean, _ = f.kv_tables(2, 64, key_bias=bias, inv_freq=inv_freq, attention_scaling=1.25)
+    b = bias.view(2, 64).double()
+    angle = torch.arange(2048, dtype=torch.float64)[:, None] * torch.cat((inv_freq, inv_freq)).double()
+    cos, sin = angle.cos() * 1.25, angle.sin() * 1.25
+    half = torch.cat((-b[:, 24:48], b[:, :24]), 1)
+    turned = b[:, None, :48] * cos + half[:, None] * sin
+    torch.testing.assert_close(mean[:, :48].double(), turned.mean(1), rtol=1e-5, atol=1e-6)  # one float32 rounding
+    torch.testing.assert_close(mean[:, 48:], bias.view(2, 64)[:, 48:])
+    assert mean[:, 0].abs().max() < 0.01 * b.abs().max()  # the fastest pair averages out
+    with pytest.raises(FormatError):
+        f.kv_tables(2, 64, key_bias=bias[1:], inv_freq=inv_freq)
