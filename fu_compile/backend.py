@@ -41,6 +41,7 @@ from .options import Options
 from .passes.packed_linear import rows_of
 from .report import GraphReport, ModelReport, memory_of, new_record, store_of, unwrap
 from .runtime import CompiledGraph, Signature, Size
+from .weights import restore_scales
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def compile(  # the name torch uses
     resolved = Options.resolve(mode, options, **keywords)
     model = unwrap(model)
     check(model)
+    restore_scales(model)
     new_record(type(model).__name__, resolved, model, *model.parameters())
     model.compile(backend=futransformer, dynamic=dynamic, fullgraph=fullgraph, options=resolved)
     return model

@@ -12,7 +12,7 @@ Paths:
 ``eager``  the model as transformers runs it, not compiled: what the others are compared with
 ``exact``  ``mode="exact"``: our rewrites, nothing quantised
 ``fp8``    FP8 prefill: each window is one forward call; with ``fp8_scaling="static"`` the activation scales are
-           calibrated on WikiText-2 valid
+           those stored with the model, or calibrated on WikiText-2 valid
 ``int4``   INT4 decode: each token of a window is decoded on its own through the INT4 key/value cache,
            the next input being the text's token and not the model's (teacher forcing)
 ``cache``  an Int4Cache alone, keys calibrated on WikiText-2 valid, values rotated (``fu_compile.rotate_values``):
@@ -198,7 +198,8 @@ def perplexity(
                 if name == "fp8" and (options or {}).get("fp8_scaling") == "static":
                     from fu_compile.fp8 import calibrate_fp8
 
-                    calibrate_fp8(model, _validation(tokenizer, length), progress=False)
+                    if not getattr(getattr(model.config, "quantization_config", None), "fp8_scales", None):
+                        calibrate_fp8(model, _validation(tokenizer, length), progress=False, keep=False)
                 if name == "int4" or kept is not None:
                     nll = score_decode(model, batch, bar.update, kept)
                 else:

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -326,6 +328,13 @@ E4M3_MAX = 448.0
 """Largest finite ``float8_e4m3fn``; beyond it there is no infinity, only NaN."""
 
 
+FP8_FRACTIONS = 8
+"""Scales per octave that are tried for each row of an FP8 weight: 12 % less squared error than the first alone, 16 would
+give 14 % (normal random weights)."""
+_FP8_CHUNK = 1 << 18
+"""Weights searched at a time on a CPU: the temporaries stay in its cache."""
+
+
 def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 with one scale per output channel.
 
@@ -350,11 +359,27 @@ def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
         raise FormatError(f"an FP8 weight is a floating [N, K] matrix; this is {weight.dtype} {tuple(weight.shape)}")
     w = weight.detach().to(torch.float32)
     _check_finite(w, 0)
-    amax = w.abs().amax(-1)
-    # The smallest normal float32 keeps the division finite for rows of denormals; those decode to 0 or close to it.
-    scale = torch.where(amax == 0.0, 1.0, (amax / E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny))
-    codes = (w / scale[:, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return codes, scale
+    codes = torch.empty(w.shape, dtype=torch.float8_e4m3fn, device=w.device)
+    scales = torch.empty(w.shape[0], dtype=torch.float32, device=w.device)
+    step = max(1, _FP8_CHUNK // max(w.shape[1], 1)) if w.device.type == "cpu" else max(1, w.shape[0])
+    for first in range(0, w.shape[0], step):
+        rows = w[first : first + step]
+        amax = rows.abs().amax(-1)
+        # The smallest normal float32 keeps the division finite for rows of denormals, which decode to 0 or close to it.
+        full = torch.where(amax == 0.0, 1.0, (amax / E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny))
+        best, scale = torch.full_like(full, torch.inf), full
+        for i in range(FP8_FRACTIONS):
+            tried = full * 2.0 ** (i / FP8_FRACTIONS)
+            x = rows / tried[:, None]
+            # In units of the first scale: squares of a row of tiny weights would vanish.
+            error = x.to(torch.float8_e4m3fn).to(torch.float32).sub_(x).square_().sum(-1) * 4.0 ** (i / FP8_FRACTIONS)
+            better = error < best
+            best, scale = torch.where(better, error, best), torch.where(better, tried, scale)
+        here = slice(first, first + rows.shape[0])
+        # A maximum over a rounded scale may be a little more than 448.
+        codes[here] = (rows / scale[:, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        scales[here] = scale
+    return codes, scales
 
 
 def dequantize_fp8(codes: Tensor, scale: Tensor) -> Tensor:
@@ -370,7 +395,7 @@ FP8_STATE = 24
 """Length of the f32 state vector of one linear's input."""
 FP8_SLOTS: dict[str, int] = {"scale": 16, "calls": 17, "saturations": 18, "frozen": 19, "non_finite": 20}
 """Where the scalars stand in the state vector; 0..15 is the history of amaxes, 21..23 are unused."""
-FP8_SCALINGS = ("delayed", "static", "dynamic")
+FP8_SCALINGS = ("delayed", "static", "dynamic", "row")
 
 
 def fp8_state(device: torch.device | str | None = None) -> Tensor:
@@ -399,6 +424,20 @@ def _power_of_two(amax: Tensor, headroom: float) -> Tensor:
     return torch.where(up == 0.0, 1.0, up)
 
 
+_fp8_observer: Callable[[Tensor, Tensor], None] | None = None
+
+
+@contextmanager
+def fp8_observed(see: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Inside, ``see(x32, state)`` is called with every input of :func:`fp8_quantize`, before it is quantised."""
+    global _fp8_observer
+    before, _fp8_observer = _fp8_observer, see
+    try:
+        yield
+    finally:
+        _fp8_observer = before
+
+
 def fp8_quantize(x: Tensor, state: Tensor, scaling: str = "delayed") -> tuple[Tensor, Tensor]:
     """Quantises an activation to e4m3 with one scale (a power of two, unless frozen) or one per row; updates the state.
 
@@ -408,6 +447,7 @@ def fp8_quantize(x: Tensor, state: Tensor, scaling: str = "delayed") -> tuple[Te
                   history empty or all zeros: this call is measured first and then quantised
         static    scale = the frozen one (fp8_freeze); before that as delayed, so calls calibrate
         dynamic   scale = 2^k, the smallest with amax <= 448 * 2^k of this call
+        row       one scale per row (token): amax of the row / 448, 1 for zeros; nothing can saturate
         always    amax of this call > 448 * scale:  saturations += 1, and this call uses the scale of its own amax with
                   2x headroom, so that nothing is ever clipped (a clipped massive activation destroys the answer)
 
@@ -433,8 +473,12 @@ def fp8_quantize(x: Tensor, state: Tensor, scaling: str = "delayed") -> tuple[Te
     if state.shape != (FP8_STATE,) or state.dtype != torch.float32:
         raise FormatError(f"an FP8 state is f32 [{FP8_STATE}]; this is {state.dtype} {list(state.shape)}")
     x32 = x.detach().to(torch.float32)
+    if _fp8_observer is not None:
+        _fp8_observer(x32, state)
     if x.numel() == 0:
-        return x32.to(torch.float8_e4m3fn), state.new_ones(())
+        return x32.to(torch.float8_e4m3fn), state.new_ones(() if scaling != "row" else (*x.shape[:-1], 1))
+    if scaling == "row":
+        return _fp8_rows(x32, state)
     if state.device.type == "cpu":
         return _fp8_on_host(x32, state, scaling)
     return _fp8_on_device(x32, state, scaling)
@@ -488,6 +532,22 @@ def _fp8_on_host(x32: Tensor, state: Tensor, scaling: str) -> tuple[Tensor, Tens
     return (q + q * 0.0 if bad else q).to(torch.float8_e4m3fn), torch.tensor(scale)
 
 
+def _fp8_rows(x32: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale per row, on any device; the state keeps the history, the counts, and the largest scale."""
+    magnitude = x32.abs()
+    bad = ~(magnitude.amax() < float("inf"))
+    amax = magnitude.nan_to_num_(0.0, 0.0, 0.0).amax(-1, keepdim=True)
+    scale = torch.where(amax == 0.0, 1.0, (amax / E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny))
+    history, counts = state[:FP8_HISTORY], state[FP8_SLOTS["calls"] : FP8_HISTORY + len(FP8_SLOTS)].clone()
+    counts[0] += 1.0
+    counts[-1] += bad
+    frozen = counts[FP8_SLOTS["frozen"] - FP8_SLOTS["calls"]]
+    record = torch.where(frozen > 0.0, state[FP8_SLOTS["scale"]], scale.amax())
+    state[: FP8_HISTORY + len(FP8_SLOTS)] = torch.cat((amax.amax().view(1), history[:-1], record.view(1), counts))
+    q = (x32 / scale).clamp(-E4M3_MAX, E4M3_MAX)  # keeps NaN; an infinity becomes NaN below
+    return (q + (x32 - x32)).to(torch.float8_e4m3fn), scale
+
+
 def _where_number(condition: bool, a: float, b: float) -> float:
     return a if condition else b
 
@@ -498,8 +558,12 @@ def _power_of_two_number(amax: float, headroom: float) -> float:
     return 1.0 if mantissa == 0.0 else 2.0 ** max(exponent - (mantissa == 0.5), -126)
 
 
-def fp8_freeze(state: Tensor) -> None:
-    """Fixes the scale that ``"static"`` uses: 2x headroom over the largest amax in the history (reads the device).
+def fp8_freeze(state: Tensor, scale: float | None = None) -> None:
+    """Fixes the scale that ``"static"`` uses (reads the device).
+
+    Args:
+        state: [FP8_STATE] f32.
+        scale: any that holds the largest amax in the history; none: the power of two with 2x headroom over it.
 
     Raises:
         FormatError: no call with a non-zero input was seen yet, or the scale does not hold it.
@@ -507,7 +571,10 @@ def fp8_freeze(state: Tensor) -> None:
     seen = state[:FP8_HISTORY].amax()
     if not float(seen) > 0.0:
         raise FormatError("there is nothing to freeze: this FP8 state has not seen a non-zero input yet")
-    state[FP8_SLOTS["scale"]] = _power_of_two(seen, 2.0)
+    # 1.0001: a scale of exactly seen / 448 may be rounded down.
+    if scale is not None and not float(seen) <= scale * E4M3_MAX * 1.0001 < float("inf"):
+        raise FormatError(f"the FP8 scale {scale:g} does not hold inputs of up to {float(seen):g}")
+    state[FP8_SLOTS["scale"]] = _power_of_two(seen, 2.0) if scale is None else scale
     state[FP8_SLOTS["frozen"]] = 1.0
 
 

@@ -36,6 +36,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .errors import DataError, FormatError, OptionError
+from .weights import restore_scales
 
 METHOD = "futransformer"
 FORMAT = 1
@@ -56,10 +57,12 @@ class FuTransformerConfig(QuantizationConfigMixin):
         method: str = "rtn",
         format: int = FORMAT,
         made_by: str = "",
+        fp8_scales: Mapping[str, float] | None = None,
         quant_method: str = METHOD,
         **unknown: Any,
     ) -> None:
-        """See the module's picture; ``hashes``: tensor name -> sha256 of its bytes, written when a model is saved.
+        """See the module's picture; ``hashes``: tensor name -> sha256 of its bytes, written when a model is saved;
+        ``fp8_scales``: name of a projection's (first) weight -> static scale of its input (fu_compile.fp8).
 
         Raises:
             FormatError: another format version, fields that this release does not know, blocks that are none.
@@ -78,6 +81,9 @@ class FuTransformerConfig(QuantizationConfigMixin):
         self.format, self.method, self.made_by = format, method, made_by
         self.blocks = {name: dict(block) for name, block in (blocks or {}).items()}
         self.hashes = dict(hashes or {})
+        self.fp8_scales = dict(fp8_scales or {})
+        if wrong := [n for n, s in self.fp8_scales.items() if not (isinstance(s, float) and 0.0 < s < float("inf"))]:
+            raise FormatError(f"the FP8 scale of {wrong[0]} is {self.fp8_scales[wrong[0]]!r}", where="fp8_scales")
         for name in self.blocks:
             self.rows(name)
 
@@ -117,6 +123,7 @@ class FuTransformerQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         model.requires_grad_(False)
+        restore_scales(model)
         return model
 
     def get_state_dict_and_metadata(
@@ -169,13 +176,33 @@ def describe(model: nn.Module, method: str) -> None:
             r = module.where
             entry = {"precision": r.precision, "k": r.k, "group": r.group, "paired": r.paired, "members": []}
             blocks.setdefault(owner, entry)["members"].append([name, r.rows])
-    config = FuTransformerConfig(blocks=blocks, method=method, made_by=str(__version__))
-    carrier: Any = model
-    if hasattr(carrier, "config"):
-        carrier.config.quantization_config = config
-        carrier.hf_quantizer = FuTransformerQuantizer(config)
-        carrier.is_quantized, carrier.quantization_method = True, METHOD
-        untie(carrier, blocks)
+    left = dict(model.named_parameters())
+    before = getattr(getattr(getattr(model, "config", None), "quantization_config", None), "fp8_scales", None) or {}
+    scales = {name: scale for name, scale in before.items() if name in left}
+    config = FuTransformerConfig(blocks=blocks, method=method, made_by=str(__version__), fp8_scales=scales)
+    if hasattr(model, "config"):
+        carry(model, config)
+        untie(model, blocks)
+
+
+def carry(model: Any, config: FuTransformerConfig) -> None:
+    """Makes this the manifest that ``save_pretrained`` writes."""
+    model.config.quantization_config = config
+    model.hf_quantizer = FuTransformerQuantizer(config)
+    model.is_quantized, model.quantization_method = True, METHOD
+
+
+def keep_scales(model: Any, scales: Mapping[str, float]) -> None:
+    """Writes static FP8 scales into the manifest; a model that is not packed gets one without blocks."""
+    from . import __version__
+
+    if not hasattr(model, "config"):
+        return
+    config = getattr(model.config, "quantization_config", None)
+    if not isinstance(config, FuTransformerConfig):
+        config = FuTransformerConfig(method="float", made_by=str(__version__))
+        carry(model, config)
+    config.fp8_scales = dict(scales)
 
 
 def untie(model: Any, blocks: Iterable[str]) -> None:

@@ -77,10 +77,18 @@ SCHEMAS: dict[str, str] = {
     # weight: [N, K] in 16 bits (bfloat16, or float16 for a float16 model), the norm gain folded
     "linear_bf16": f"(Tensor x, Tensor weight, {_EPILOGUE}) -> Tensor",
     # weight: [N, K] e4m3, weight_scale: [N] f32 (w = weight * weight_scale), act: f32 [formats.FP8_STATE], the delayed
-    # scaling state of this linear's input, updated by the call; scaling: "delayed" | "static" | "dynamic" | "none": the
-    # input is not quantised and act not touched (decode, where the time goes into reading weights).
+    # scaling state of this linear's input, updated by the call; scaling: "delayed" | "static" | "dynamic" | "row", or
+    # "none": the input is not quantised and act not touched (decode, where the time goes into reading weights).
     # What is quantised is P(x): behind the norm no massive token can push the other rows into e4m3's subnormals.
     "linear_fp8": f"(Tensor x, Tensor weight, Tensor weight_scale, Tensor(a!) act, {_EPILOGUE}, str scaling) -> Tensor",
+    # linear_fp8 with SwiGLU and the linear_fp8 that alone reads its output, in one: what lies between them is rounded
+    # once, to e4m3 with the state down_act, instead of to x's dtype first. prologue, bias and act are those of the
+    # first, epilogue ("bias", "residual"), down_bias and scale those of the second; down: [M, N/2] e4m3.
+    "mlp_fp8": (
+        "(Tensor x, Tensor weight, Tensor weight_scale, Tensor(a!) act, Tensor? bias, Tensor down, Tensor down_scale,"
+        " Tensor(b!) down_act, Tensor? down_bias, Tensor? residual, float eps, float scale, str prologue, str epilogue,"
+        " str scaling) -> Tensor"
+    ),
     # packed: [bytes] u8, formats.pack_int4 of an [n, k] weight with this group; with swiglu in the epilogue its rows
     # are in formats.interleave_gate_up order. gain: [K] in x's dtype, only with "rms": what is multiplied is x * gain
     # rounded to x's dtype, the operand of a tensor core; 1 / sqrt(mean(x^2) + eps) comes after, in float32.

@@ -63,7 +63,7 @@ class Options:
     )
     lm_head: str = _option("model", "fp8", "int4", help="precision of the output head")
     group_size: int = _option(128, 64, 32, help="input columns that share one INT4 scale")
-    fp8_scaling: str = _option("delayed", "static", "dynamic", help="where the FP8 activation scales come from")
+    fp8_scaling: str = _option("delayed", "static", "dynamic", "row", help="where the FP8 activation scales come from")
     overrides: tuple[tuple[str, str], ...] = dataclasses.field(
         default=(),
         metadata={

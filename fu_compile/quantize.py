@@ -34,7 +34,7 @@ from .lowerings.dense import dense
 from .options import Options
 from .packed import Rows, pack_codes, pack_fp8
 from .plan import in_decoder_layer
-from .weights import PackSpec
+from .weights import PackSpec, input_scale, set_input_scale
 
 METHODS = ("rtn", "gptq")
 JOINED: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -64,6 +64,13 @@ class PackedBlock(nn.Module):
         if packed is not None:
             rows.verify(packed)
         self.register_buffer("packed", torch.empty(rows.bytes, dtype=torch.uint8) if packed is None else packed)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedBlock:
+        scale = input_scale(self.packed)  # of the tensor that is about to be replaced
+        super()._apply(fn, recurse)
+        if scale is not None:
+            set_input_scale(self.packed, scale)
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         given = state_dict.get(f"{prefix}packed")

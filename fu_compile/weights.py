@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import formats
 from .caches import version
+from .errors import FormatError
 from .packed import Rows
 
 _NEVER = -1
@@ -61,7 +62,7 @@ class PackSpec:
         gain = None if self.gain is None else sources[-1]
         bias = () if not biases else (torch.cat([b.detach() for b in biases]),)
         if self.rows is not None:
-            act = (formats.fp8_state(weights[0].device),) if self.precision == "fp8" else ()
+            act = (input_state(weights[0]),) if self.precision == "fp8" else ()
             return (*self.rows.operands(weights[0].detach()), *act, *bias)
         return (*getattr(self, f"_pack_{self.precision}")(weights, gain), *bias)
 
@@ -102,7 +103,7 @@ class PackSpec:
         for first, rows in self.blocks(weights, gain):
             here = slice(first, first + rows.shape[0])
             packed[here], scales[here] = formats.quantize_fp8(rows)
-        return packed, scales, formats.fp8_state().to(device)
+        return packed, scales, input_state(weights[0])
 
     def _pack_int4(self, weights: Sequence[Tensor], gain: Tensor | None) -> tuple[Tensor]:
         packed = torch.empty(
@@ -113,6 +114,43 @@ class PackSpec:
             block = formats.pack_int4(formats.quantize_int4(rows, self.group))
             packed[first // 16 * strip :][: block.numel()] = block
         return (packed,)
+
+
+def set_input_scale(weight: Tensor, scale: float) -> None:
+    """Remembers the static FP8 scale of a projection's input beside its (first) weight, as that is now."""
+    weight._fu_input_scale = (scale, version(weight))  # type: ignore[attr-defined]
+
+
+def input_scale(weight: Tensor) -> float | None:
+    """What :func:`set_input_scale` has left, or none, also where the weight was written to since."""
+    scale, then = getattr(weight, "_fu_input_scale", (None, None))
+    return scale if then == version(weight) else None
+
+
+def input_state(weight: Tensor) -> Tensor:
+    """The state (formats.fp8_state) of a projection's input, on its device: frozen where a static scale is known."""
+    state = formats.fp8_state(weight.device)
+    scale = input_scale(weight)
+    if scale is not None:
+        state[formats.FP8_SLOTS["scale"]], state[formats.FP8_SLOTS["frozen"]] = scale, 1.0
+    return state
+
+
+def restore_scales(model: Any) -> None:
+    """Puts the scales of the manifest beside the weights that have none; the weights as they are now are theirs.
+
+    Raises:
+        FormatError: the manifest names a weight that the model does not have.
+    """
+    scales = getattr(getattr(getattr(model, "config", None), "quantization_config", None), "fp8_scales", None)
+    if not scales:
+        return
+    weights = dict([*model.named_parameters(), *model.named_buffers()])
+    if lost := [name for name in scales if name not in weights]:
+        raise FormatError(f"the manifest has an FP8 scale for {lost[0]}, which the model does not have")
+    for name, scale in scales.items():
+        if not hasattr(weights[name], "_fu_input_scale"):
+            set_input_scale(weights[name], scale)
 
 
 def key_tables(
@@ -282,11 +320,29 @@ class WeightStore:
                 entry.versions = [_NEVER] * len(entry.versions)
         self.generation += 1
 
-    def fp8_states(self, sources: Iterable[Tensor]) -> list[Tensor]:
-        """The states (formats.fp8_state) beside FP8 weights that were made from any of these parameters."""
+    def fp8_inputs(self, sources: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(first weight, state of the input) of every FP8 projection that was made from any of these parameters."""
         ids = set(map(id, sources))
         found = [e for e in self._entries.values() if any(id(r()) in ids for r in e.sources)]
-        return [e.tensors[2] for e in found if e.tensors[0].dtype == torch.float8_e4m3fn]  # codes, scales, state
+        made = [(e.sources[0](), e.tensors[2]) for e in found if e.tensors[0].dtype == torch.float8_e4m3fn]
+        return [(weight, state) for weight, state in made if weight is not None]
+
+    def calibrate(self, key_weight: Tensor, mean: Tensor, balance: Tensor, error: float) -> None:
+        """Keeps tables for the layer whose keys come from this parameter (or packed block); bound graphs ask again."""
+        self._keys[key_weight] = CalibratedKeys(mean, balance, error, version(key_weight))
+        self.generation += 1
+
+    def calibrated(self, weights: Sequence[Tensor]) -> CalibratedKeys | None:
+        """The tables that were measured with these weights of q, k and v (joined or not), or none."""
+        if not weights:
+            return None
+        weight = weights[min(1, len(weights) - 1)]
+        found: CalibratedKeys | None = self._keys.get(weight)
+        return found if found is not None and found.version == version(weight) else None
+
+    def fp8_states(self, sources: Iterable[Tensor]) -> list[Tensor]:
+        """The states (formats.fp8_state) of :meth:`fp8_inputs`."""
+        return [state for _, state in self.fp8_inputs(sources)]
 
     @property
     def bytes(self) -> int:

@@ -62,11 +62,14 @@ def linear_fp8(
     row = x.to(torch.float32)
     codes, step = formats.fp8_quantize(normalized(row, eps) if rms else row, act, scaling)
     n, k = weight.shape
+    rows = step.dim() > 0  # the library multiplies with scales of rows only where it also has one for each column
     y = torch._scaled_mm(
-        codes.reshape(-1, k), weight.contiguous().t(), scale_a=step, scale_b=_one(x.device), out_dtype=torch.float32,
-        use_fast_accum=True,
+        codes.reshape(-1, k), weight.contiguous().t(), scale_a=_one(x.device) if rows else step,
+        scale_b=_one(x.device), out_dtype=torch.float32, use_fast_accum=True,
     )  # fmt: skip
     y = y.mul_(weight_scale).view(*x.shape[:-1], n)
+    if rows:
+        y = y.mul_(step)
     return finish(y, steps, bias, residual, scale).to(x.dtype)
 
 

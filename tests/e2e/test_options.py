@@ -22,7 +22,7 @@ TABLE = {
     "kv_cache": ("int4", "int4-channel", "model"),
     "lm_head": ("model", "fp8", "int4"),
     "group_size": (128, 64, 32),
-    "fp8_scaling": ("delayed", "static", "dynamic"),
+    "fp8_scaling": ("delayed", "static", "dynamic", "row"),
     "lowering": ("auto", "cuda", "triton", "reference"),
     "rest": ("inductor", "eager"),
     "cuda_graphs": (False, True),
