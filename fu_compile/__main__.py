@@ -1,4 +1,4 @@
-"""``python -m fu_compile doctor | explain | generate | perplexity | bench | warmup``: the package from a shell.
+"""``python -m fu_compile doctor | explain | generate | perplexity | bench | quantize | warmup``, from a shell.
 
 The options of the backend are switches made from the table in ``fu_compile/options.py``. A :class:`FuError` is printed
 without a traceback and ends the program with exit code 2, as a wrong argument does.
@@ -98,6 +98,24 @@ def parser() -> argparse.ArgumentParser:
     _add_report(one, shown=False)
     _add_options(one)
     one.set_defaults(run=_bench)
+
+    one = commands.add_parser("quantize", help="write a model with packed weights")
+    _add_model(one)
+    one.add_argument("out", metavar="OUT", type=Path, help="folder for the packed model and its tokenizer")
+    one.add_argument("--method", choices=("rtn", "gptq"), default="rtn", help="round to nearest, or GPTQ with text")
+    one.add_argument("--group-size", "--group", type=int, default=128, metavar="N", help="128, 64 or 32 (default: 128)")
+    one.add_argument("--grid", choices=("sym8", "asym"), help="default: asym with calibration text, sym8 without")
+    one.add_argument("--lm-head", choices=("model", "int4", "fp8"), default="model", help="the output head")
+    one.add_argument("--overrides", metavar="PATTERN=CHOICE,...", default="",
+                     help="of single linears: int4, int4:64 (group size), fp8, bf16, exact")  # fmt: skip
+    one.add_argument("--calibration", type=Path, nargs="+", metavar="FILE", help="UTF-8 texts, or a folder of *.txt;"
+                     " default for gptq: WikiText-2 if it is on this machine, else text of the model")  # fmt: skip
+    one.add_argument("--dataset", metavar="NAME[:CONFIG[:SPLIT]]", help="calibration from the library datasets")
+    one.add_argument("--samples", type=int, metavar="N", help="calibration sequences (default: 8)")
+    one.add_argument("--length", type=int, metavar="N", help="tokens of each (default: 2048)")
+    one.add_argument("--fp8-scales", action="store_true", help="store static activation scales of FP8 projections")
+    one.add_argument("--quiet", action="store_true", help="no progress bars")
+    one.set_defaults(run=_quantize)
 
     one = commands.add_parser("warmup", help="compile a model's CUDA kernels ahead; needs no GPU")
     one.add_argument("model", metavar="MODEL", help="a folder with config.json, or a hub id")
@@ -436,6 +454,70 @@ def _bench(chosen: argparse.Namespace) -> int:
     print(render([table(f"{title}, {chosen.new_tokens} new tokens", headings, rows)]))
     _show(report(model), chosen, text=False)
     return 0
+
+
+def _quantize(chosen: argparse.Namespace) -> int:
+    """With calibration every finished layer is kept in ``OUT.partial``: the same command goes on from there."""
+    import shutil
+
+    from fu_compile.options import Options
+
+    sizes = {name: getattr(chosen, name) for name in ("samples", "length") if getattr(chosen, name) is not None}
+    _positive(chosen, *sizes)
+    overrides = _packed_overrides(chosen.overrides)
+    Options(group_size=chosen.group_size)  # a wrong one is an error before a model is loaded
+    if chosen.calibration and chosen.dataset:
+        raise OptionError("both files and a data set are given", where="--calibration, --dataset", advice="Give one.")
+    if chosen.out.exists() and (not chosen.out.is_dir() or any(chosen.out.iterdir())):
+        raise DataError(f"{chosen.out} is there already", where="OUT", advice="Give a folder that does not exist.")
+    calibrated = chosen.method == "gptq" or bool(chosen.calibration or chosen.dataset)
+    compute = _device(chosen)
+    if calibrated:
+        chosen.device = "cpu"  # each layer visits the GPU
+    model, tokenizer = _load(chosen)
+    import fu_compile
+    from fu_compile.calibration import dataset_rows, token_batches
+
+    batches = None
+    if calibrated or chosen.fp8_scales:
+        source: Any = dataset_rows(chosen.dataset) if chosen.dataset else chosen.calibration
+        batches = token_batches(source, tokenizer, model=model, **sizes)
+        said = chosen.dataset or " ".join(map(str, chosen.calibration or ("the default text",)))
+        print(f"calibration: {said}, {batches.shape[0]} x {batches.shape[1]} tokens", file=sys.stderr)
+    before = sum(p.nbytes for p in model.parameters())
+    partial = chosen.out.with_name(f"{chosen.out.name}.partial")
+    start = time.perf_counter()
+    fu_compile.quantize(
+        model, chosen.method, group_size=chosen.group_size, grid=chosen.grid, lm_head=chosen.lm_head,
+        overrides=overrides, calibration=batches if calibrated else None, resume=partial if calibrated else None,
+        progress=not chosen.quiet, device=compute if calibrated and compute != "cpu" else None,
+    )  # fmt: skip
+    if chosen.fp8_scales:
+        fu_compile.compile(model.to(compute), fp8_scaling="static", kv_cache="model")
+        fu_compile.calibrate_fp8(model, batches, progress=not chosen.quiet)
+    fu_compile.save(model, chosen.out)
+    tokenizer.save_pretrained(chosen.out)
+    shutil.rmtree(partial, ignore_errors=True)
+    after = sum(t.nbytes for t in {id(t): t for t in model.state_dict().values()}.values())
+    print(f"{chosen.out}: {after / 1e6:.1f} MB ({before / 1e6:.1f} before), {time.perf_counter() - start:.1f} s")
+    return 0
+
+
+def _packed_overrides(text: str) -> list[tuple[str, Any]]:
+    """``*.down_proj=fp8,*.v_proj=int4:64`` as fu_compile.quantize takes it."""
+    pairs: list[tuple[str, Any]] = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        pattern, _, choice = entry.rpartition("=")
+        precision, colon, group = choice.partition(":")
+        if not pattern or (colon and (precision != "int4" or not group.isdigit())):
+            advice = "Write PATTERN=CHOICE,... with int4, int4:64, fp8, bf16 or exact."
+            raise OptionError(f"{entry!r} is no override", where="--overrides", advice=advice)
+        pairs.append((pattern, {"group_size": int(group)} if colon else precision))
+    from fu_compile import gptq
+
+    for _, entry in pairs:
+        gptq.choice_of(entry, gptq.Choice("rtn", 128, "sym8"))
+    return pairs
 
 
 class _Clock:

@@ -19,6 +19,7 @@ sum over queries and heads of p^2, which is how an error of one value vector ent
 from __future__ import annotations
 
 import contextvars
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fu_compile import evaluate, models
 from fu_compile.errors import DataError, FuWarning, NoLlamaBlockError, OptionError
@@ -176,6 +178,32 @@ def _texts(source: Any, column: str) -> Iterator[str]:
             yield item[column]
         else:
             raise OptionError(f"a calibration text is a string, a path or a row, not {type(item).__name__}")
+
+
+def dataset_rows(spec: str) -> Any:
+    """The rows of ``NAME[:CONFIG[:SPLIT]]`` (split: train) of the library ``datasets``, read as they are asked for.
+
+    Raises:
+        OptionError: no name. DataError: the library is missing, or the data set cannot be read.
+    """
+    name, config, split, *more = [*spec.split(":"), "", ""]
+    if len(more) > 2 or not name:
+        raise OptionError(f"{spec!r} names no data set", where="dataset", advice="Write NAME[:CONFIG[:SPLIT]].")
+    if importlib.util.find_spec("datasets") is None:
+        raise DataError(
+            f"reading the data set {name} needs the package datasets", where="dataset", advice="pip install datasets"
+        )
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+    # The library has errors of its own and lets those of its downloads through; every one ends in the same advice.
+    except Exception as error:
+        raise DataError(
+            f"the data set {name} cannot be read: {(str(error).strip().splitlines() or [''])[0]}",
+            where="dataset",
+            advice="Check name, configuration, split and network; or give text files.",
+        ) from error
 
 
 def _files(path: Path) -> Iterator[str]:
@@ -434,9 +462,12 @@ class Walk:
     Args:
         model: a causal language model in eval mode.
         rows: sequences, [1, length] int64 each.
+        device: where the hidden states and the layers' arguments are kept; none: where the model puts them. The caller
+            sees to it that a layer is there while it runs (:func:`moved`).
     """
 
-    def __init__(self, model: nn.Module, rows: Sequence[Tensor]) -> None:
+    def __init__(self, model: nn.Module, rows: Sequence[Tensor], device: torch.device | str | None = None) -> None:
+        self._device = device
         self._decoder, self.name, self._layers = decoder_layers(model)
         self.hidden: list[Tensor] = []
         """[1, length, hidden] per sequence, in the model's dtype."""
@@ -466,6 +497,8 @@ class Walk:
                 del layer.forward
                 if forward is not None:
                     layer.forward = forward
+        if self._device is not None:
+            first, calls = tree_map_only(Tensor, lambda t: t.to(self._device), (first, calls))
         self.hidden.append(first[0])
         # No content, only positions, decides these arguments: sequences of one length share them.
         self._calls.setdefault(row.shape[-1], calls)
@@ -498,6 +531,23 @@ class Walk:
             for hidden in self.hidden:
                 collect(head, (norm(hidden),))
                 moments.end_of_sequence()
+
+
+@contextmanager
+def moved(modules: Iterable[nn.Module], device: torch.device | str | None) -> Iterator[None]:
+    """Inside, the parameters and buffers of these modules are on ``device`` (none: where they are); then back."""
+    if device is None:
+        yield
+        return
+    homes = [(m, next((p.device for p in m.parameters()), None)) for m in modules]
+    try:
+        for module, _ in homes:
+            module.to(device)
+        yield
+    finally:
+        for module, home in homes:
+            if home is not None:
+                module.to(home)
 
 
 @contextmanager

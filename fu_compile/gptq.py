@@ -22,7 +22,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from fu_compile import formats
-from fu_compile.calibration import Moments, Part, Walk, as_rows, decoder_layers
+from fu_compile.calibration import Moments, Part, Walk, as_rows, decoder_layers, moved
 from fu_compile.errors import DataError, DtypeError, FormatError, FuWarning, NoLlamaBlockError, OptionError
 from fu_compile.formats import Int4Codes
 from fu_compile.models import check
@@ -45,6 +45,9 @@ RATIOS = tuple(1.0 - 0.025 * i for i in range(15))
 
 SWEEPS = 2
 """Sweeps over the codes after GPTQ: later ones change ever less."""
+
+NORMS = ("norm", "final_layernorm")
+"""Names of the norm in front of the output head."""
 
 _FLOOR = 1e-3
 """Least weight of a column in the range search, in means of diag(H): a column that calibration never used keeps a
@@ -112,6 +115,7 @@ def quantize_blocks(
     damping: float = 0.01,
     refit: bool = True,
     sweeps: int = SWEEPS,
+    device: torch.device | str | None = None,
 ) -> Iterator[Block]:
     """Quantises the linears of all decoder layers, one layer at a time; the model itself is not changed.
 
@@ -135,6 +139,8 @@ def quantize_blocks(
         damping: added to the diagonal of H, in means of it.
         refit: least-squares refit of the scales after GPTQ and after each sweep.
         sweeps: sweeps of coordinate descent over the codes after GPTQ.
+        device: where it is computed; none: where the model is. On another device (a model on the CPU, a GPU) each
+            layer visits it in turn, with the activations of the calibration text.
 
     Yields:
         :class:`Block`, in the order of the layers. The same input gives the same codes on the same machine.
@@ -164,7 +170,7 @@ def quantize_blocks(
         )
     solver = Solver(damping, bool(refit), sweeps)
     store = None if resume is None else _Store(Path(resume).expanduser(), model, rows, plan, solver)
-    return _blocks(model, rows, plan, solver, store, progress)
+    return _blocks(model, rows, plan, solver, store, progress, device)
 
 
 def _blocks(
@@ -174,31 +180,52 @@ def _blocks(
     solver: Solver,
     store: _Store | None,
     progress: bool,
+    device: torch.device | str | None,
 ) -> Iterator[Block]:
     from tqdm.auto import tqdm
 
     last_open = max((i for i in range(len(plan)) if store is None or not store.has(i)), default=-1)
     walk = None
+    home = next(model.parameters()).device
     bar = tqdm(total=len(plan), desc="INT4 weights", unit="block", disable=not progress, smoothing=0.1)
     with bar:
         for i, (name, choices) in enumerate(plan.items()):
             linears = {n: _linear(model, n) for n in choices}
-            found = store.load(i, next(model.parameters()).device) if store is not None else None
+            found, new = store.load(i, home) if store is not None else None, False
             parts: dict[str, list[Part]] = {}
             notes: list[str] = []
-            if rows is not None and i <= last_open:
-                walk = Walk(model, rows) if walk is None else walk
-                full = any(c.method == "gptq" for c in choices.values())
-                parts, notes = observe(model, walk, i, name, linears if found is None else {}, full)
-            if found is None:
-                found = quantize_block(name, linears, choices, parts, solver, notes)
-                if store is not None:
-                    store.save(i, found)
+            with moved(_modules(model, i, name) if i <= last_open else (), device):
+                if rows is not None and i <= last_open:
+                    walk = Walk(model, rows, device) if walk is None else walk
+                    full = any(c.method == "gptq" for c in choices.values())
+                    parts, notes = observe(model, walk, i, name, linears if found is None else {}, full)
+                if found is None:
+                    found = _home(quantize_block(name, linears, choices, parts, solver, notes), device, home)
+                    new = True
+            if new and store is not None:
+                store.save(i, found)
             del parts
             bar.update()
             for note in found.notes:
                 warnings.warn(note, FuWarning, stacklevel=2)
             yield found
+
+
+def _modules(model: nn.Module, index: int, name: str) -> list[nn.Module]:
+    """What runs when block ``index`` of the plan is observed: the decoder layer, or the last norm and the head."""
+    decoder, _, layers = decoder_layers(model)
+    norm = [] if index < len(layers) else [m for n, m in decoder.named_children() if n in NORMS]
+    return [*norm, model.get_submodule(name)]
+
+
+def _home(block: Block, device: torch.device | str | None, home: torch.device) -> Block:
+    """The block with its codes on the model's device."""
+    if device is None:
+        return block
+    layers = {
+        n: Int4Codes(q.codes.to(home), q.scales.to(home), q.zeros.to(home), q.group) for n, q in block.layers.items()
+    }
+    return replace(block, layers=layers)
 
 
 def block_linears(model: nn.Module, lm_head: bool = False) -> dict[str, dict[str, nn.Linear]]:
@@ -239,7 +266,7 @@ def observe(
     """
     decoder, _, layers = decoder_layers(model)
     if index == len(layers):
-        norm = next((m for n, m in decoder.named_children() if n in ("norm", "final_layernorm")), None)
+        norm = next((m for n, m in decoder.named_children() if n in NORMS), None)
         if norm is None:
             raise NoLlamaBlockError("the norm in front of the output head was not found", where=block)
         moments = Moments(model, linears, full)

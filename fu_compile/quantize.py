@@ -175,6 +175,7 @@ def quantize(
     tokenizer: Any = None,
     resume: Any = None,
     progress: bool = True,
+    device: torch.device | str | None = None,
 ) -> nn.Module:
     """Replaces the linears of the decoder layers by packed ones, in place, and frees the originals.
 
@@ -196,6 +197,7 @@ def quantize(
         tokenizer: turns calibration text into ids.
         resume: with calibration: a folder that finished layers are written to and read from.
         progress: progress bars.
+        device: with calibration: where it is computed, layer by layer; none: where the model is.
 
     Returns:
         ``model``, with ``config.quantization_config`` set; ``save_pretrained`` writes it packed.
@@ -227,9 +229,10 @@ def quantize(
     groups = plan(model, options, pairs)
     if needs_text or special:
         batches = token_batches(calibration, tokenizer, model=model) if needs_text else None
+        head = any(g.precision == "int4" and not in_decoder_layer(g.names[0]) for g in groups)
         blocks = gptq.quantize_blocks(
             model, batches, method=method, group_size=group_size, grid=grid, overrides=pairs, resume=resume,
-            progress=progress, lm_head=any(g.precision == "int4" and not in_decoder_layer(g.names[0]) for g in groups),
+            progress=progress, device=device, lm_head=head,
         )  # fmt: skip
         made = _from_blocks(groups, blocks, grid)
     else:
