@@ -466,6 +466,9 @@ def _quantize(chosen: argparse.Namespace) -> int:
     _positive(chosen, *sizes)
     overrides = _packed_overrides(chosen.overrides)
     Options(group_size=chosen.group_size)  # a wrong one is an error before a model is loaded
+    if chosen.fp8_scales and "fp8" not in [chosen.lm_head, *(choice for _, choice in overrides)]:
+        advice = "Add --overrides '*.layers.*=fp8', or a pattern of single projections."
+        raise OptionError("there will be no FP8 projection to calibrate", where="--fp8-scales", advice=advice)
     if chosen.calibration and chosen.dataset:
         raise OptionError("both files and a data set are given", where="--calibration, --dataset", advice="Give one.")
     if chosen.out.exists() and (not chosen.out.is_dir() or any(chosen.out.iterdir())):
@@ -493,7 +496,7 @@ def _quantize(chosen: argparse.Namespace) -> int:
         progress=not chosen.quiet, device=compute if calibrated and compute != "cpu" else None,
     )  # fmt: skip
     if chosen.fp8_scales:
-        fu_compile.compile(model.to(compute), fp8_scaling="static", kv_cache="model")
+        fu_compile.compile(model.to(compute), fp8_scaling="static", kv_cache="model", rest="eager")
         fu_compile.calibrate_fp8(model, batches, progress=not chosen.quiet)
     fu_compile.save(model, chosen.out)
     tokenizer.save_pretrained(chosen.out)

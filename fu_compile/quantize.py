@@ -224,7 +224,7 @@ def quantize(
     special = [gptq.choice_of(entry, default) for _, entry in pairs if not isinstance(entry, str)]
     needs_text = any(c is not None and c.method == "gptq" for c in (default, *special)) or calibration is not None
     if resume is not None and not needs_text:
-        raise OptionError("round to nearest without calibration cannot be resumed: it reads each weight once", "resume")
+        raise OptionError("rounding to nearest without calibration cannot be resumed", where="resume", advice="")
     check(model, quantising=True)
     groups = plan(model, options, pairs)
     if needs_text or special:
