@@ -470,9 +470,9 @@ def variants(n: int, k: int, tokens: int) -> list[int4.Config]:
             if warps // warps_k * strips <= 1.3 * max(1, share * cluster) and not (cluster > 1 and share > 3):
                 found.append(int4.one(n, k, 128, bound, sms, cluster, warps, warps_k, strips, chunk))
     if bound >= 8:
-        best = int4.many_configs(n, k, 128, bound, sms)[:14]
+        best = int4.many_configs(n, k, 128, bound, sms)[:16]
         found += best
-        for c in best[:6]:
+        for c in best[:4]:
             each = dataclasses.asdict(c)
             shape = [each[f] for f in ("cluster", "warps_n", "warps_k", "strips", "chunk")]
             found += [int4.many(n, k, 128, bound, sms, *shape, xslots) for xslots in (3, 6)]
@@ -480,7 +480,7 @@ def variants(n: int, k: int, tokens: int) -> list[int4.Config]:
     return list(dict.fromkeys(fits))
 
 
-def tune(model: str, tokens: int, seconds: float) -> dict[str, Any]:
+def tune(model: str, tokens: int, seconds: float, rounds: int = 2) -> dict[str, Any]:
     """Every variant of each linear by itself, then the fastest of each in the whole layer, where it counts: a
     neighbour's loads overlap with it. Coordinate descent over those and over the delays of the first request."""
     weights, layers, _ = packed_weights(model, 128)
@@ -552,7 +552,7 @@ def tune(model: str, tokens: int, seconds: float) -> dict[str, Any]:
         for lin in shapes
     }
     prepare([(lin, c) for lin in shapes for c in options[lin.name]])
-    for _ in range(2):
+    for _ in range(rounds):
         for lin in sorted(shapes, key=lambda v: -v.n * v.k):
             for c in options[lin.name]:
                 now = measure(chosen | {lin.name: c})
@@ -610,6 +610,7 @@ def main() -> None:
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--quick-check", action="store_true")
     parser.add_argument("--tune", nargs="*", default=[], help="model:tokens")
+    parser.add_argument("--rounds", type=int, default=2, help="of --tune in the layer")
     parser.add_argument("--commit", default="", help="noted in the results")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode_linears.json")
     args = parser.parse_args()
@@ -620,7 +621,7 @@ def main() -> None:
     if args.tune:
         for case in args.tune:
             model, tokens = case.split(":")
-            result[f"tune {case}"] = tune(model, int(tokens), args.seconds)
+            result[f"tune {case}"] = tune(model, int(tokens), args.seconds, args.rounds)
             write_tuned()
             args.out.write_text(json.dumps(result))
         return

@@ -80,12 +80,6 @@ DEVICE GroupScale group_scale(u32 scales, u32 zeros, int gi) {
     const u32 z = prmt(z8, CODES == Codes::OFFSET ? 0x58 : 0, 0x4140);
     return {to_f32<true>(u16(s)), to_f32<true>(u16(s >> 16)), to_f32<true>(u16(z)), to_f32<true>(u16(z >> 16))};
 }
-// The zeros alone.
-template <Codes CODES>
-DEVICE f32x2 zero_points(u32 address) {
-    const u32 z = prmt(ld_shared_u16(address), CODES == Codes::OFFSET ? 0x58 : 0, 0x4140);
-    return {to_f32<true>(u16(z)), to_f32<true>(u16(z >> 16))};
-}
 // xs: sums over the group of tokens 2t and 2t + 1
 DEVICE void add_group(f32x4& acc, f32x4 c, GroupScale q, f32x2 xs) {
     acc.x = fmaf(q.s0, fmaf(-q.z0, xs.x, c.x), acc.x);

@@ -5,7 +5,7 @@
 //   step                          WK x CHUNK tiles of K, for all strips of a pass (WN warps x S strips)
 //   consumer warp (wn, wk)        S strips x CHUNK tiles of the step: every fragment of x read from shared memory
 //   serves
-//                                 S strips, every dequantised word TOKENS / 8 mma. Its lane 0 refills the warp's own
+//                                 S strips, every dequantised word TOKENS / 8 mma. One lane refills the warp's own
 //                                 ring of weights (SLOTS steps) by cp.async.bulk: no warp waits for another's weights
 //   last warp                     rows of x into a ring of XSLOTS steps, as they lie in memory (one cp.async.bulk a
 //   row);
@@ -15,10 +15,6 @@
 // once, and 16 bytes are the B operands of two steps of mma (layout.cuh, int4_nibble). A norm before the linear has
 // been through rms_rows_sm90.cu: x times the gain, and the reciprocal root mean square of each row, which multiplies
 // finished sums. (With every block doing that for itself it cost 15 of 48 us in gate_up of 8B at 32 tokens.)
-//
-// Sums in units of the group's scale: before a group the accumulators are multiplied by (scale before) / (this scale),
-// in float32, and at the end by the last one. A second set of accumulators per group would not fit the registers. A
-// scale of zero counts as 2^-60, far below any float16.
 //
 // Bytes: every weight once from HBM; x from L2 once per block and pass: K / CLUSTER x TOKENS x 2 bytes each.
 // Launch: weights of the first SLOTS steps, then PREFETCH more steps into L2, before griddepcontrol.wait. One order of
@@ -40,16 +36,19 @@ constexpr int WARPS = WN * WK, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32,
 constexpr int TILE = fu::int4_tile_bytes(GROUP), GROUPS = fu::kTileK / GROUP;
 constexpr int STRIPS = (N + 15) / 16, TILES = (K + 127) / 128, UNITS = FU_GRID / CLUSTER, TAIL = K % 128;
 // Steps of the main loop that the compiler may interleave: what is not needed yet waits in shared memory.
-constexpr int HOISTED = S * NB > 8 ? 1 : S * NB > 4 ? 2 : 4;
+constexpr int HOISTED = S * NB <= 4 ? 4 : NB == 1 ? 2 : 1;
+// Few tokens: every warp takes the sums of x for itself, with tensor cores that have time; else the last warp does.
+constexpr bool OWN_SUMS = NB <= 2;
 constexpr bool ONE_PASS = (STRIPS + UNITS - 1) / UNITS <= PASS;
 constexpr bool DIRECT = CLUSTER == 1 && WK == 1;  // a warp's registers hold finished sums
 static_assert(CLUSTER == 1 || ONE_PASS, "a cluster makes one pass");
-static_assert(THREADS <= 256, "two blocks on a multiprocessor");
-static_assert(TOKENS <= 32, "a lane copies a row");
+static_assert(THREADS <= 384, "two blocks on a multiprocessor");
+static_assert(TOKENS <= 32, "a lane has a row's rstd");
 
 // shared memory: rings of weights and of x, then the sums (over the rings, when nothing follows)
 constexpr int SLOT = S * CHUNK * TILE, X = (WARPS * SLOTS * SLOT + 127) / 128 * 128;
-constexpr int PITCH = STEP * 256 + 64, XSUM = TOKENS * PITCH, XSLOT = XSUM + STEP * GROUPS * TOKENS * 4;
+constexpr int PITCH = STEP * 256 + 64, XSUM = TOKENS * PITCH,
+              XSLOT = XSUM + (OWN_SUMS ? 0 : STEP * GROUPS * TOKENS * 4);
 constexpr int RINGS = X + XSLOTS * XSLOT, SUM_BYTES = DIRECT ? 0 : WK * PASS * NB * 512;
 constexpr int SUMS = ONE_PASS ? 0 : RINGS, RSTD = ONE_PASS && SUM_BYTES > RINGS ? SUM_BYTES
                                                   : SUMS                        ? SUMS + SUM_BYTES
@@ -67,21 +66,21 @@ DEVICE u32 x_summed(u32 smem, int slot) { return smem + BARS + slot * 24 + 16; }
 
 // ---- x --------------------------------------------------------------------------------------------------------------
 
-// A lane copies its row's part of a step; what K lacks in the last tile becomes zeros.
-DEVICE void copy_row(u32 to, u32 bar, const u16* row, const Split& p, int step, bool exists) {
+// One step's part of every row: two rows an instruction; what K lacks in the last tile becomes zeros.
+DEVICE void copy_rows(u32 to, u32 bar, const u16* x, int m, int ldx, const Split& p, int step, int lane) {
     const int tile = p.tile_begin + step * STEP, tiles = min(STEP, p.tile_end - tile);
-    int bytes = tiles * 256;
-    if (TAIL && tile + tiles == TILES) {
-        bytes -= 256 - TAIL * 2;
-        for (int i = bytes; i < tiles * 256; i += 16) st_shared_v4(to + i, {0, 0, 0, 0});
-        fence_proxy_async();
+    const int k = tile * 128 + (lane & 15) * 8;
+    const u16* from = x + k;
+    to += (lane >> 4) * PITCH + (lane & 15) * 16;
+    for (int i = 0; i < tiles; ++i) {
+        const u32 bytes = !TAIL || k + i * 128 < K ? 16 : 0;
+#pragma unroll
+        for (int pair = 0; pair < TOKENS / 2; ++pair) {
+            const int row = min(pair * 2 + (lane >> 4), m - 1);  // of tokens that do not exist: the last one's
+            cp_async_16(to + pair * 2 * PITCH + i * 256, bytes ? from + (long long)row * ldx + i * 128 : x, bytes);
+        }
     }
-    if (exists) {
-        mbarrier_arrive_expect_tx(bar, bytes);
-        cp_async_bulk(to, row + tile * 128, bytes, bar);
-    } else {
-        mbarrier_arrive(bar);
-    }
+    cp_async_mbarrier_arrive_noinc(bar);
 }
 
 // at: row g of x, 16 bytes of lane t
@@ -113,81 +112,77 @@ DEVICE void feed(u32 smem, const u16* x, const float* rstd, int m, int ldx, cons
     const int total = (p.strip_end - p.strip_begin + PASS - 1) / PASS * p.steps;
     griddepcontrol_wait();
     if (RMS && lane < TOKENS) st_shared_f32(smem + RSTD + lane * 4, lane < m ? ld_global_cg_f32(rstd + lane) : 0.0f);
-    const u16* row = x + (long long)min(lane, m - 1) * ldx;
-    const u32 base = smem + X, mine = base + lane * PITCH, at = base + (lane >> 2) * PITCH + (lane & 3) * 16;
-    int slot = 0, step = 0, slot_s = 0, step_s = 0;
+    if (OWN_SUMS) mbarrier_arrive(x_summed(smem, 0));
+    const u32 base = smem + X, at = base + (lane >> 2) * PITCH + (lane & 3) * 16;
+    int slot = 0, step = 0, slot_s = 0, step_s = 0, n = 0;
     u32 parity = 1, parity_s = 0;  // the first round finds every slot empty
-    // n: the step that is asked for; the one that is summed is as far behind as the ring is deep.
-    for (int n = 0, s = 0; s < total; ++s) {
-        for (; n < total && n <= s + XSLOTS - 1; ++n) {
-            mbarrier_wait_parity(x_empty(smem, slot), parity);
-            if (lane < TOKENS)
-                copy_row(mine + slot * XSLOT, x_full(smem, slot), row, p, step, lane < m);
-            else
-                mbarrier_arrive(x_full(smem, slot));
-            if (++step == p.steps) step = 0;
-            if (++slot == XSLOTS) slot = 0, parity ^= 1;
+    auto ask = [&] {
+        mbarrier_wait_parity(x_empty(smem, slot), parity);
+        copy_rows(base + slot * XSLOT, x_full(smem, slot), x, m, ldx, p, step, lane);
+        if (++step == p.steps) step = 0;
+        if (++slot == XSLOTS) slot = 0, parity ^= 1;
+    };
+    for (; n < min(XSLOTS, total); ++n) ask();
+    for (int s = 0; s < total; ++s) {
+        if (!OWN_SUMS) {
+            mbarrier_wait_parity(x_full(smem, slot_s), parity_s);
+            sum_groups(at + slot_s * XSLOT, base + slot_s * XSLOT + XSUM,
+                       min(STEP, p.tile_end - p.tile_begin - step_s * STEP), lane);
+            mbarrier_arrive(x_summed(smem, slot_s));
+            if (++step_s == p.steps) step_s = 0;
+            if (++slot_s == XSLOTS) slot_s = 0, parity_s ^= 1;
         }
-        mbarrier_wait_parity(x_full(smem, slot_s), parity_s);
-        sum_groups(at + slot_s * XSLOT, base + slot_s * XSLOT + XSUM,
-                   min(STEP, p.tile_end - p.tile_begin - step_s * STEP), lane);
-        mbarrier_arrive(x_summed(smem, slot_s));
-        if (++step_s == p.steps) step_s = 0;
-        if (++slot_s == XSLOTS) slot_s = 0, parity_s ^= 1;
+        // The slot of the step before: to wait for it first would hold up the consumers, who wait for these sums.
+        if (s > 0 && n < total) ask(), ++n;
     }
 }
 
 // ---- consumers ------------------------------------------------------------------------------------------------------
 
-// One tile of S strips (CHUNK * TILE apart); x: row g, 16 bytes of lane t; summed: barrier of the sums at xsum.
-DEVICE void multiply(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u32 x, u32 xsum, u32 summed, u32 parity,
-                     int lane) {
-    const u32 scales = weights + fu::kNibbleBytes + (lane >> 2) * 4;
-    const u32 zeros = weights + fu::kNibbleBytes + GROUPS * 32 + (lane >> 2) * 2;
-#pragma unroll
+// One tile of S strips (CHUNK * TILE apart); x: row g, 16 bytes of lane t; xsum: sums that the last warp has taken.
+DEVICE void multiply(f32x4 (&acc)[S][NB], u32 weights, u32 x, u32 xsum, int lane) {
+    const u32 at = weights + lane * 16, scales = weights + (lane >> 2) * 4, zeros = weights + (lane >> 2) * 2;
+#pragma unroll 1
     for (int gi = 0; gi < GROUPS; ++gi) {
-#pragma unroll
-        for (int s = 0; s < S; ++s) {
-            const u32 pair = ld_shared_u32(scales + s * CHUNK * TILE + gi * 32);
-            const float s0 = to_f32<true>(u16(pair)) + 0x1p-60f, s1 = to_f32<true>(u16(pair >> 16)) + 0x1p-60f;
-            const float r0 = unit[s].x * rcp_approx(s0), r1 = unit[s].y * rcp_approx(s1);
-            unit[s] = {s0, s1};
-#pragma unroll
-            for (int nb = 0; nb < NB; ++nb)
-                acc[s][nb] = {acc[s][nb].x * r0, acc[s][nb].y * r0, acc[s][nb].z * r1, acc[s][nb].w * r1};
-        }
+        f32x4 sum[S][NB] = {}, ones[NB] = {};
 #pragma unroll HOISTED
-        for (int c = gi * 4 / GROUPS; c < (gi + 1) * 4 / GROUPS; ++c) {
+        for (int i = 0; i < 4 / GROUPS; ++i) {
+            const int c = gi * (4 / GROUPS) + i;
             u32x4 b[NB];
 #pragma unroll
             for (int nb = 0; nb < NB; ++nb) b[nb] = ld_shared_v4(x + nb * 8 * PITCH + c * 64);
+            u32 words[S][2];
 #pragma unroll
-            for (int s = 0; s < S; ++s) {
-                u32 a[4], low, high;
-                ld_shared_v2(weights + s * CHUNK * TILE + c / 2 * fu::kVectorBytes + lane * 16 + c % 2 * 8, low, high);
-                F::dequantise(low, a);
+            for (int s = 0; s < S; ++s)
+                ld_shared_v2(at + s * CHUNK * TILE + c / 2 * fu::kVectorBytes + c % 2 * 8, words[s][0], words[s][1]);
 #pragma unroll
-                for (int nb = 0; nb < NB; ++nb)
-                    mma_m16n8k16<HALF>(acc[s][nb], a[0], a[1], a[2], a[3], b[nb].x, b[nb].y);
-                F::dequantise(high, a);
+            for (int half = 0; half < 2; ++half) {  // outside: neighbouring mma do not wait for each other's sums
 #pragma unroll
-                for (int nb = 0; nb < NB; ++nb)
-                    mma_m16n8k16<HALF>(acc[s][nb], a[0], a[1], a[2], a[3], b[nb].z, b[nb].w);
+                for (int s = 0; s < S; ++s) {
+                    u32 a[4];
+                    F::dequantise(words[s][half], a);
+#pragma unroll
+                    for (int nb = 0; nb < NB; ++nb)
+                        mma_m16n8k16<HALF>(sum[s][nb], a[0], a[1], a[2], a[3], half ? b[nb].z : b[nb].x,
+                                           half ? b[nb].w : b[nb].y);
+                }
+                if (OWN_SUMS)
+#pragma unroll
+                    for (int nb = 0; nb < NB; ++nb)
+                        mma_m16n8k16<HALF>(ones[nb], F::ONE_LOW, F::ONE_LOW, F::ONE_LOW, F::ONE_LOW,
+                                           half ? b[nb].z : b[nb].x, half ? b[nb].w : b[nb].y);
             }
         }
-        if (gi == 0) mbarrier_wait_parity(summed, parity);
-        f32x2 z[S];
+        GroupScale q[S];
 #pragma unroll
-        for (int s = 0; s < S; ++s) z[s] = zero_points<Codes::OFFSET>(zeros + s * CHUNK * TILE + gi * 16);
+        for (int s = 0; s < S; ++s)
+            q[s] = group_scale<GROUP, Codes::OFFSET>(scales + s * CHUNK * TILE, zeros + s * CHUNK * TILE, gi);
 #pragma unroll
         for (int nb = 0; nb < NB; ++nb) {
-            const f32x2 xs = ld_shared_f2(xsum + (gi * TOKENS + nb * 8 + 2 * (lane & 3)) * 4);
+            const f32x2 xs = OWN_SUMS ? f32x2{ones[nb].x, ones[nb].y}
+                                      : ld_shared_f2(xsum + (gi * TOKENS + nb * 8 + 2 * (lane & 3)) * 4);
 #pragma unroll
-            for (int s = 0; s < S; ++s) {
-                f32x4& v = acc[s][nb];
-                v = {fmaf(-z[s].x, xs.x, v.x), fmaf(-z[s].x, xs.y, v.y), fmaf(-z[s].y, xs.x, v.z),
-                     fmaf(-z[s].y, xs.y, v.w)};
-            }
+            for (int s = 0; s < S; ++s) add_group(acc[s][nb], sum[s][nb], q[s], xs);
         }
     }
 }
@@ -199,14 +194,14 @@ DEVICE f32x4 times(f32x4 v, u32 smem, int token) {
 }
 }  // namespace
 
-// 112 registers: two blocks of 256 threads leave room for a block of rms_rows.
-extern "C" __global__ void __maxnreg__(S* NB >= 8 ? 128 : 112)
+// Two blocks leave room for a block of rms_rows.
+extern "C" __global__ void __maxnreg__(THREADS > 256 ? 80 : 112)
     FU_KERNEL(const u16* __restrict__ x, const u8* __restrict__ weight, const float* __restrict__ rstd,
               const u16* __restrict__ bias, const u16* __restrict__ residual, u16* __restrict__ y, int m, int ldx,
               int ldr, float, float scale) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 smem = cvta_to_shared(shared);
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int warp = warp_index(), lane = threadIdx.x & 31;
     const int rank = CLUSTER > 1 ? int(cluster_ctarank()) : 0, unit_id = int(blockIdx.x) / CLUSTER;
     Split p = {int((long long)STRIPS * unit_id / UNITS), int((long long)STRIPS * (unit_id + 1) / UNITS),
                TILES * rank / CLUSTER, TILES * (rank + 1) / CLUSTER, 0};
@@ -220,22 +215,24 @@ extern "C" __global__ void __maxnreg__(S* NB >= 8 ? 128 : 112)
         int strip, tile;
     } walk = {p.strip_begin + wn * S, p.tile_begin + wk * CHUNK};
     const u64 policy = createpolicy_evict_first();
-    auto next = [&](auto request) {  // by lane 0
-        const int count = min(S, p.strip_end - walk.strip), bytes = min(CHUNK, p.tile_end - walk.tile) * TILE;
-        if (walk.strip - wn * S < p.strip_end)
-            request(weight + ((long long)walk.strip * TILES + walk.tile) * TILE, bytes, bytes > 0 ? count : 0);
+    auto fill = [&](int slot) {  // by one lane; into L2 alone when there is no slot
+        if (walk.strip - wn * S >= p.strip_end) return;
+        const int bytes = min(CHUNK, p.tile_end - walk.tile) * TILE;
+        const int count = bytes > 0 ? min(S, p.strip_end - walk.strip) : 0;
+        const u8* from = weight + ((long long)walk.strip * TILES + walk.tile) * TILE;
+        const u32 bar = bars + slot * 8;
+        if (slot >= 0 && count <= 0) mbarrier_arrive(bar);
+        if (slot >= 0 && count > 0) mbarrier_arrive_expect_tx(bar, count * bytes);
+#pragma unroll
+        for (int s = 0; s < S; ++s, from += (long long)TILES * TILE)
+            if (s >= count)
+                break;
+            else if (slot < 0)
+                cp_async_bulk_prefetch_l2(from, bytes);
+            else
+                cp_async_bulk(ring + slot * SLOT + s * CHUNK * TILE, from, bytes, bar, policy);
         walk.tile += STEP;
         if (walk.tile - wk * CHUNK >= p.tile_end) walk.tile = p.tile_begin + wk * CHUNK, walk.strip += PASS;
-    };
-    auto fill = [&](int slot) {
-        next([&](const u8* from, int bytes, int count) {
-            const u32 bar = bars + slot * 8;
-            if (count <= 0) return mbarrier_arrive(bar);
-            mbarrier_arrive_expect_tx(bar, count * bytes);
-            for (int s = 0; s < count; ++s)
-                cp_async_bulk(ring + slot * SLOT + s * CHUNK * TILE, from + (long long)s * TILES * TILE, bytes, bar,
-                              policy);
-        });
     };
     if (warp == WARPS) {
         if (lane < XSLOTS) {
@@ -245,17 +242,14 @@ extern "C" __global__ void __maxnreg__(S* NB >= 8 ? 128 : 112)
             fence_mbarrier_init();
             fence_proxy_async();
         }
-    } else if (lane == 0) {
+    } else if (elect_sync()) {
         for (int i = 0; i < SLOTS; ++i) mbarrier_init(bars + i * 8, 1);
         fence_mbarrier_init();
         fence_proxy_async();
         if (DELAY > 0) wait_clocks(DELAY);
         for (int i = 0; i < SLOTS; ++i) fill(i);
         const Walk filled = walk;
-        for (int i = 0; i < PREFETCH; ++i)
-            next([&](const u8* from, int bytes, int count) {
-                for (int s = 0; s < count; ++s) cp_async_bulk_prefetch_l2(from + (long long)s * TILES * TILE, bytes);
-            });
+        for (int i = 0; i < PREFETCH; ++i) fill(-1);
         walk = filled;
     }
     __syncthreads();  // the barriers of x
@@ -277,32 +271,24 @@ extern "C" __global__ void __maxnreg__(S* NB >= 8 ? 128 : 112)
     for (int first = p.strip_begin; first < p.strip_end; first += PASS) {
         const int count = min(PASS, p.strip_end - first);
         f32x4 acc[S][NB] = {};
-        f32x2 unit[S];
-#pragma unroll
-        for (int s = 0; s < S; ++s) unit[s] = {1.0f, 1.0f};
         for (int step = 0; step < p.steps; ++step) {
             mbarrier_wait_parity(bars + slot * 8, parity);
             mbarrier_wait_parity(x_full(smem, xslot), xparity);
             const int tiles = min(CHUNK, p.tile_end - (p.tile_begin + step * STEP + wk * CHUNK));
+            if (!OWN_SUMS && tiles > 0) mbarrier_wait_parity(x_summed(smem, xslot), xparity);
 #pragma unroll 1
             for (int i = 0; i < tiles; ++i)
-                multiply(acc, unit, ring + slot * SLOT + i * TILE, xs + xslot * XSLOT + i * 256,
-                         smem + X + xslot * XSLOT + XSUM + (wk * CHUNK + i) * GROUPS * TOKENS * 4,
-                         x_summed(smem, xslot), xparity, lane);
+                multiply(acc, ring + slot * SLOT + i * TILE, xs + xslot * XSLOT + i * 256,
+                         smem + X + xslot * XSLOT + XSUM + (wk * CHUNK + i) * GROUPS * TOKENS * 4, lane);
             __syncwarp();
-            if (lane == 0) {
+            if (elect_sync()) {
                 fill(slot);
                 mbarrier_arrive(x_empty(smem, xslot));
             }
             if (++slot == SLOTS) slot = 0, parity ^= 1;
             if (++xslot == XSLOTS) xslot = 0, xparity ^= 1;
         }
-#pragma unroll
-        for (int s = 0; s < S; ++s)
-#pragma unroll
-            for (int nb = 0; nb < NB; ++nb)
-                acc[s][nb] = {acc[s][nb].x * unit[s].x, acc[s][nb].y * unit[s].x, acc[s][nb].z * unit[s].y,
-                              acc[s][nb].w * unit[s].y};
+        if (RMS && OWN_SUMS) mbarrier_wait_parity(x_summed(smem, 0), 0);  // rstd
         if constexpr (DIRECT) {
 #pragma unroll
             for (int nb = 0; nb < NB; ++nb)

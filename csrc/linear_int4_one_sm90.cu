@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
               int ldr, float eps, float scale) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 smem = cvta_to_shared(shared);
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, wn = warp % WN, wk = WK == 1 ? 0 : warp / WN;
+    const int warp = warp_index(), lane = threadIdx.x & 31, wn = warp % WN, wk = WK == 1 ? 0 : warp / WN;
     const int rank = CLUSTER > 1 ? int(cluster_ctarank()) : 0, unit = int(blockIdx.x) / CLUSTER;
     const Range strips = {int((long long)STRIPS * unit / UNITS), int((long long)STRIPS * (unit + 1) / UNITS)};
     const Range tiles = part({0, TILES}, rank, CLUSTER);
@@ -199,32 +199,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         int strip, tile;
     } walk = {mine.begin < mine.end ? strips.begin + wn * S : strips.end, mine.begin};
     const u64 policy = createpolicy_evict_first();
-    auto next = [&](auto request) {  // by lane 0
+    auto fill = [&](int slot) {  // by lane 0; into L2 alone when there is no slot
         if (walk.strip >= strips.end) return;
         const int bytes = min(CHUNK, mine.end - walk.tile) * TILE, count = min(S, strips.end - walk.strip);
-        request(weight + ((long long)walk.strip * TILES + walk.tile) * TILE, bytes, count);
+        if (slot >= 0) mbarrier_arrive_expect_tx(bars + slot * 8, count * bytes);
+        const u8* from = weight + ((long long)walk.strip * TILES + walk.tile) * TILE;
+#pragma unroll
+        for (int s = 0; s < S; ++s, from += (long long)TILES * TILE)
+            if (s >= count)
+                break;
+            else if (slot < 0)
+                cp_async_bulk_prefetch_l2(from, bytes);
+            else
+                cp_async_bulk(ring + slot * SLOT + s * (SLOT / S), from, bytes, bars + slot * 8, policy);
         walk.tile += CHUNK;
         if (walk.tile >= mine.end) walk.tile = mine.begin, walk.strip += PASS;
     };
-    auto fill = [&](int slot) {
-        next([&](const u8* from, int bytes, int count) {
-            mbarrier_arrive_expect_tx(bars + slot * 8, count * bytes);
-            for (int s = 0; s < count; ++s)
-                cp_async_bulk(ring + slot * SLOT + s * (SLOT / S), from + (long long)s * TILES * TILE, bytes,
-                              bars + slot * 8, policy);
-        });
-    };
-    if (lane == 0) {
+    if (elect_sync()) {
         for (int i = 0; i < SLOTS; ++i) mbarrier_init(bars + i * 8, 1);
         fence_mbarrier_init();
         fence_proxy_async();
         if (DELAY > 0) wait_clocks(DELAY);
         for (int i = 0; i < SLOTS; ++i) fill(i);
         const auto filled = walk;
-        for (int i = 0; i < PREFETCH; ++i)
-            next([&](const u8* from, int bytes, int count) {
-                for (int s = 0; s < count; ++s) cp_async_bulk_prefetch_l2(from + (long long)s * TILES * TILE, bytes);
-            });
+        for (int i = 0; i < PREFETCH; ++i) fill(-1);
         walk = filled;
     }
     __syncwarp();
@@ -291,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                         multiply(acc, ring + slot * SLOT + j * TILE, xs + (i + j) * XTILE,
                                  xscales + (i + j) * GROUPS * 32, lane);
                 __syncwarp();
-                if (lane == 0) fill(slot);
+                if (elect_sync()) fill(slot);
                 if (++slot == SLOTS) slot = 0, parity ^= 1;
                 __syncwarp();
             }

@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
               int ldr, float eps, float scale) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 smem = cvta_to_shared(shared);
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int warp = warp_index(), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int wk = warp % WK, ws = warp / WK;
     const int rank = CLUSTER > 1 ? int(cluster_ctarank()) : 0, unit = int(blockIdx.x) / CLUSTER;
     const int tile_begin = TILES * rank / CLUSTER;
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         for (int s = 0; s < count; ++s)
             cp_async_bulk(smem + slot * SLOT + s * WK * TILE, from + (long long)s * TILES * TILE, bytes, bar, policy);
     };
-    if (lane == 0 && warp < SLOTS) {  // a warp a slot
+    if (warp < SLOTS && elect_sync()) {  // a warp a slot
         mbarrier_init(smem + BARS + warp * 16, 1);
         mbarrier_init(smem + BARS + warp * 16 + 8, WARPS);
         fence_mbarrier_init();
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 if ((stage - 1) % WARPS == warp && stage - 1 + SLOTS < stages) {
                     const int before = slot == 0 ? SLOTS - 1 : slot - 1;
                     mbarrier_wait_parity(smem + BARS + before * 16 + 8, slot == 0 ? parity ^ 1 : parity);
-                    if (lane == 0) fill(before, stage - 1 + SLOTS);
+                    if (elect_sync()) fill(before, stage - 1 + SLOTS);
                     if (LEAD >= 0 && stage - 1 + SLOTS + LEAD >= stages) griddepcontrol_launch_dependents();
                     __syncwarp();
                 }

@@ -32,6 +32,16 @@ DEVICE void wait_clocks(u32 clocks) {
     } while (now - start < clocks);
 }
 
+// True in one lane of a converged warp. Behind it, bulk copies whose operands are the same in the whole warp (see
+// warp_index) are one instruction each; behind a comparison of lanes the compiler loops over lanes, 15 instructions.
+DEVICE bool elect_sync() {
+    u32 one;
+    asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(one));
+    return one;
+}
+// Of this thread's warp, as a value that the compiler knows to be uniform.
+DEVICE int warp_index() { return __shfl_sync(0xffffffffu, int(threadIdx.x) >> 5, 0); }
+
 // ---- mbarrier and copies ------------------------------------------------------------------------------------------
 
 DEVICE void mbarrier_init(u32 bar, u32 count) {
@@ -65,18 +75,16 @@ DEVICE void cp_async_bulk(u32 dst, const void* src, u32 bytes, u32 bar, u64 poli
         "l"(src), "r"(bytes), "r"(bar), "l"(policy)
         : "memory");
 }
-// The same for what will be read again.
-DEVICE void cp_async_bulk(u32 dst, const void* src, u32 bytes, u32 bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-                 "l"(src), "r"(bytes), "r"(bar)
-                 : "memory");
-}
 DEVICE void cp_async_bulk_prefetch_l2(const void* src, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
 }
 // 16 bytes, of which the last 16 - bytes are filled with zeros.
 DEVICE void cp_async_16(u32 dst, const void* src, u32 bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+// The barrier counts one arrival of this thread when its copies so far have landed.
+DEVICE void cp_async_mbarrier_arrive_noinc(u32 bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
@@ -276,11 +284,6 @@ DEVICE u32 movmatrix_trans(u32 v) {
 DEVICE float ex2_approx(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-DEVICE float rcp_approx(float x) {
-    float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
 DEVICE float rsqrt_approx(float x) {

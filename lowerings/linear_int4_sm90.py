@@ -20,8 +20,10 @@ from torch import Tensor
 from fu_compile import jit
 from fu_compile.formats import GROUPS, TILE_K, TILE_N, int4_bytes, int4_tile_bytes
 
-MANY_WARPS = 7
-"""Most warps of a many block that multiply; one more feeds them x."""
+MANY_WARPS = 11
+"""Most warps of a many block that multiply, with 80 registers a thread; one more feeds them x."""
+MANY_WARPS_FEW = 7
+"""With 112 registers."""
 FEW_TOKENS = 4
 """Most tokens whose norm every block takes by itself."""
 FEW_WARPS = 16
@@ -101,7 +103,7 @@ class Config:
     def _smem_many(self, n: int, k: int, tile: int, groups: int) -> int:
         warps, step = self.warps_n * self.warps_k, self.warps_k * self.chunk
         weights = ceil_div(warps * self.slots * self.strips * self.chunk * tile, 128) * 128
-        x = self.xslots * self.tokens * (step * 256 + 64 + step * groups * 4)
+        x = self.xslots * self.tokens * (step * 256 + 64 + (step * groups * 4 if self.tokens > 16 else 0))
         sums = 0 if self.cluster * self.warps_k == 1 else warps * self.strips * self.tokens * 64
         one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= self.warps_n * self.strips
         rings = max(weights + x, sums) if one_pass else weights + x + sums
@@ -186,9 +188,10 @@ def many(
     xslots: int,
 ) -> Config | None:
     """A configuration of the kernel for many tokens with as deep a ring of weights as fits, or none without two stages,
-    or when a block's accumulators do not fit its registers."""
+    or when a warp's sums do not fit its registers."""
     depth = ceil_div(ceil_div(k, TILE_K), cluster)
-    if strips * tokens // 8 > (16 if group == 128 else 8) or depth < warps_k * chunk or warps_n * warps_k > MANY_WARPS:
+    warps, sums = warps_n * warps_k, strips * tokens // 8  # of 16 x 8, twice: of a group and of all
+    if depth < warps_k * chunk or warps > MANY_WARPS or sums > (8 if warps <= MANY_WARPS_FEW else 2):
         return None
     units = _units(cluster, ceil_div(n, TILE_N), sms)
     passes = ceil_div(ceil_div(ceil_div(n, TILE_N), units), warps_n * strips)
@@ -207,7 +210,9 @@ def many(
 def many_configs(n: int, k: int, group: int, tokens: int, sms: int) -> list[Config]:
     """Every division of the work over warps that wastes little, cheapest first by :func:`_cost`."""
     found: dict[Config, float] = {}
-    for cluster, strips, warps_n, chunk in itertools.product((1, 2, 4), (1, 2, 3, 4, 7), range(1, 8), (1, 2, 4)):
+    for cluster, strips, warps_n, chunk in itertools.product(
+        (1, 2, 4), (1, 2, 3, 4, 7), range(1, MANY_WARPS + 1), (1, 2, 4)
+    ):
         for warps_k in range(1, MANY_WARPS // warps_n + 1):
             c = many(n, k, group, tokens, sms, cluster, warps_n, warps_k, strips, chunk, 4)
             c = c or many(n, k, group, tokens, sms, cluster, warps_n, warps_k, strips, chunk, 2)
@@ -226,7 +231,9 @@ def _cost(config: Config, n: int, k: int) -> float:
     busy = passes * rows * steps * step * MANY_WARPS / (config.warps_n * config.warps_k)
     x = passes * steps * step * TILE_K * config.tokens * 2
     sums = config.warps_k * share * TILE_N * config.tokens * 4 if config.cluster * config.warps_k > 1 else 0
-    return busy * TILE_N * TILE_K * 0.53 + (0.8 + 0.3 * config.warps_n) * x + sums * config.cluster
+    return (
+        busy * TILE_N * TILE_K * 0.53 + (0.8 + 0.3 * config.warps_n) * x + sums * config.cluster + passes * steps * 4000
+    )
 
 
 TUNED: dict[tuple[int, int, int], Config] = {key: Config(**values) for key, values in tuned_int4_sm90.TUNED.items()}
