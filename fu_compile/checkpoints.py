@@ -10,6 +10,8 @@ compressed-tensors      pack-quantized: q + 8 along K; zeros along N           s
 compressed-tensors      float-quantized: e4m3, scale per tensor or channel     same codes and scales
 fbgemm_fp8              e4m3, scale per channel                                same codes and scales
 fp8                     e4m3, scale per 128 x 128 block                        quantised again, with a warning
+torchao Int4Tensor      q + 8 in nibbles along K; w = q * scale + zero_point   same where 8 - zero_point/scale is 0..15
+torchao Float8Tensor    e4m3, scale per tensor or channel                      same codes and scales
 GGUF Q4_0               32 columns, f16 scale, zero 8                          same codes and scales
 GGUF Q4_1               32 columns, f16 scale and minimum                      same where every -min/scale is 0..15
 ======================  ====================================================  =========================================
@@ -220,6 +222,34 @@ def blockwise(t: Tensors, settings: Mapping[str, Any], notes: Counter[str]) -> D
     return Again(w.float() * scale, "fp8", "FP8 scales change along the columns, ours are one for each row")
 
 
+def torchao(t: Tensors, settings: Mapping[str, Any], notes: Counter[str]) -> Decoded:
+    """_weight_qdata [N, K/2] i8 (columns 2i and 2i+1 in the low and high nibble, two's complement), _weight_scale and
+    _weight_zero_point [K/group, N]; or _weight_qdata [N, K] e4m3 and _weight_scale of one number, or one for each row.
+
+    ``settings["tensor"]``: what the shard's metadata says of the tensor subclass.
+    """
+    kind, data = settings["tensor"].get("_type"), settings["tensor"].get("_data", {})
+    if "_weight_act_pre_scale" in t:
+        raise FormatError("a torchao weight whose inputs are scaled first (AWQ's act_pre_scale)")
+    if kind == "Float8Tensor":
+        return per_channel({"weight": t["_weight_qdata"], "weight_scale": t["_weight_scale"]}, settings, notes)
+    packed = t["_weight_qdata"].view(torch.uint8)
+    if kind != "Int4Tensor" or packed.dim() != 2:
+        advice = 'Save the model with Int4WeightOnlyConfig(int4_packing_format="plain").'
+        raise FormatError(f"a torchao weight as {kind} {list(packed.shape)}", advice=advice)
+    # A nibble is q in two's complement, q + 8 our code.
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1) ^ 8
+    scales, offset = t["_weight_scale"].t().float(), t["_weight_zero_point"].t().float()
+    size = int(data["block_size"][-1])
+    steps = torch.where(scales == 0, 0.0, offset / torch.where(scales == 0, 1.0, scales))
+    near = steps.round()
+    zeros = 8.0 - torch.where(near * scales == offset, near, steps)
+    if bool(((scales == 0) & (offset != 0)).any()):  # a constant group: no scale, a value
+        wide_scales, wide = (v.repeat_interleave(size, 1)[:, : codes.shape[1]] for v in (scales, offset))
+        return Again((codes.float() - 8.0) * wide_scales + wide, "int4", "a group is constant and not zero")
+    return int4_or_again(codes, scales, zeros, size, notes)
+
+
 @dataclass(frozen=True)
 class Kind:
     """One format: how a projection is recognised and decoded."""
@@ -237,6 +267,11 @@ KINDS: dict[str, Kind] = {
     "awq": Kind("qweight", ("qweight", "qzeros", "scales"), awq),
     "compressed-tensors": Kind("weight_scale", _CT, compressed_tensors),
     "fbgemm_fp8": Kind("weight_scale", ("weight", "weight_scale", "input_scale_ub"), per_channel),
+    "torchao": Kind(
+        "_weight_qdata",
+        ("_weight_qdata", "_weight_scale", "_weight_zero_point", "_weight_act_pre_scale", "_weight_scale_and_zero"),
+        torchao,
+    ),
     "fp8": Kind("weight_scale_inv", ("weight", "weight_scale_inv", "activation_scale"), blockwise),
 }
 """``quant_method`` -> format."""
@@ -321,6 +356,9 @@ def _folder(path: Path) -> tuple[Any, Source]:
     def decode(name: str, notes: Counter[str]) -> Decoded:
         parts = {p: files[f"{name}.{p}"].get_tensor(f"{name}.{p}") for p in kind.parts if f"{name}.{p}" in files}
         try:
+            if method == "torchao":
+                said = files[f"{name}.{kind.mark}"].metadata() or {}
+                return kind.decode(parts, {"tensor": json.loads(said[f"{name}.weight"])}, notes)
             return kind.decode(parts, schemes, notes)
         except KeyError as error:
             raise FormatError(f"{method}: the tensor {error} is missing", where=name) from error

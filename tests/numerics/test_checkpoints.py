@@ -85,6 +85,25 @@ def fp8(n, k, group, per_tensor=False):
     return parts, codes.float() * scale.float()
 
 
+def torchao(n, k, group, shift=0):
+    """Int4Tensor: two's complement nibbles, and a value that is added: here a whole number of steps, plus ``shift``."""
+    codes, zeros, scales, of = numbers(n, k, group, dtype=torch.bfloat16)
+    offset = ((8 - zeros + shift).float() * scales.float()).bfloat16()
+    offset = offset if shift else torch.where(offset.float() == (8 - zeros).float() * scales.float(), offset, 0)
+    q = (codes - 8).to(torch.int8)
+    parts = {"_weight_qdata": (q[:, ::2] & 15) | (q[:, 1::2] << 4), "_weight_scale": scales.t().contiguous(),
+             "_weight_zero_point": offset.t().contiguous()}  # fmt: skip
+    said = {"_type": "Int4Tensor", "_data": {"block_size": [1, group], "shape": [n, k]},
+            "_tensor_data_names": ["qdata", "scale", "zero_point"]}  # fmt: skip
+    return parts, q.float() * scales.float()[:, of] + offset.float()[:, of], said
+
+
+def torchao_fp8(n, k, group):
+    parts, weight = fp8(n, k, group)
+    said = {"_type": "Float8Tensor", "_data": {"block_size": [1, k]}, "_tensor_data_names": ["qdata", "scale"]}
+    return {"_weight_qdata": parts["weight"], "_weight_scale": parts["weight_scale"]}, weight, said
+
+
 def blocks(n, k, group):
     codes, scale = torch.randn(n, k).to(torch.float8_e4m3fn), torch.rand(-(-n // 128), -(-k // 128)) * 0.1
     wide = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
@@ -122,6 +141,8 @@ FORMATS = {
         lambda n, k: fp8(n, k, 0, per_tensor=True),
         ct("float-quantized", num_bits=8, type="float", strategy="tensor"),
     ),
+    "torchao": (lambda n, k: torchao(n, k, 64), {"quant_method": "torchao", "quant_type": {"default": {}}}),
+    "torchao-fp8": (lambda n, k: torchao_fp8(n, k, 0), {"quant_method": "torchao", "quant_type": {"default": {}}}),
     "fbgemm": (lambda n, k: fp8(n, k, 0), {"quant_method": "fbgemm_fp8"}),
 }
 
@@ -130,9 +151,11 @@ def written(folder, make, settings, family="llama", dtype=torch.float32):
     """A model folder in the format; the float model with the weights that it stands for."""
     m = model(config(family, **SIZES), dtype=dtype)
     state = {n: t.clone() for n, t in m.state_dict().items()}
+    metadata = {"format": "pt"}
     for name, module in m.named_modules():
         if isinstance(module, torch.nn.Linear) and "layers" in name:
-            parts, weight = make(*module.weight.shape)
+            parts, weight, *said = make(*module.weight.shape)
+            metadata |= {f"{name}.weight": json.dumps(one) for one in said}
             del state[f"{name}.weight"]
             state |= {f"{name}.{part}": t.contiguous() for part, t in parts.items()}
             module.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -140,7 +163,7 @@ def written(folder, make, settings, family="llama", dtype=torch.float32):
     m.config.save_pretrained(folder)
     found = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**found, "quantization_config": settings}))
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(state, folder / "model.safetensors", metadata=metadata)
     return m
 
 
@@ -183,6 +206,7 @@ def test_a_repacked_model_can_be_saved_compiled_and_loaded(tmp_path):
     ("make", "settings", "reason"),
     [
         (lambda n, k: compressed(n, k, 48), ints(48), "groups of 48"),
+        (lambda n, k: torchao(n, k, 32, shift=0.3), {"quant_method": "torchao"}, "no integer"),
         (lambda n, k: blocks(n, k, 0), {"quant_method": "fp8", "weight_block_size": [128, 128]}, "along the columns"),
     ],
 )
@@ -275,7 +299,6 @@ def test_scales_that_float16_does_not_hold_are_named():
         ({"quant_method": "gptq", "bits": 3, "group_size": 64}, "3 bits"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 64, "dynamic": {"a": {}}}, "dynamic"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
-        ({"quant_method": "torchao"}, "torchao"),
         (ct("nvfp4-pack-quantized", num_bits=4), "nvfp4"),
         ({}, "None"),
     ],
@@ -284,6 +307,37 @@ def test_variants_that_cannot_be_read_are_named(settings, match, tmp_path):
     written(tmp_path, *FORMATS["gptq"][:1], settings)
     with pytest.raises(FormatError, match=match):
         checkpoints.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda parts, said: said.update(_type="Int4TilePackedTo4dTensor"), "Int4TilePackedTo4dTensor"),
+        (lambda parts, said: parts.update(_weight_act_pre_scale=torch.ones(4)), "act_pre_scale"),
+        (lambda parts, said: parts.pop("_weight_scale"), "_weight_scale"),
+    ],
+)
+def test_torchao_variants_that_cannot_be_read_are_named(change, match, tmp_path):
+    def make(n, k):
+        parts, weight, said = torchao(n, k, 32)
+        change(parts, said)
+        return parts, weight, said
+
+    written(tmp_path, make, {"quant_method": "torchao"})
+    with pytest.raises(FormatError, match=match):
+        checkpoints.load(tmp_path)
+
+
+def test_torchao_constant_groups_keep_their_value():
+    """A group of one value has no step: torchao stores the value as what is added."""
+    from collections import Counter
+
+    parts, weight, said = torchao(4, 64, 32)
+    parts["_weight_scale"][0, 2] = 0.0
+    parts["_weight_zero_point"][0, 2] = 0.25
+    found = checkpoints.torchao(parts, {"tensor": said}, Counter())
+    assert (found.weight[2, :32] == 0.25).all()
+    assert torch.equal(found.weight[[0, 1, 3]], weight[[0, 1, 3]])
 
 
 def test_damaged_and_missing(tmp_path):
