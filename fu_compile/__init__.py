@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from fu_compile.hf_quantizer import load as load
     from fu_compile.hf_quantizer import save as save
     from fu_compile.int4_cache import Int4Cache as Int4Cache
-    from fu_compile.int4_cache import KeyTables as KeyTables
-    from fu_compile.int4_cache import calibrate_keys as calibrate_keys
     from fu_compile.int4_cache import rotate_values as rotate_values
+    from fu_compile.keys import KeyTables as KeyTables
+    from fu_compile.keys import calibrate_keys as calibrate_keys
     from fu_compile.options import Options as Options
     from fu_compile.quantize import quantize as quantize
     from fu_compile.report import explain as explain
@@ -42,10 +42,10 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "FuError": ("errors", "FuError"),
     "FuWarning": ("errors", "FuWarning"),
     "Int4Cache": ("int4_cache", "Int4Cache"),
-    "KeyTables": ("int4_cache", "KeyTables"),
+    "KeyTables": ("keys", "KeyTables"),
     "Options": ("options", "Options"),
     "calibrate_fp8": ("fp8", "calibrate_fp8"),
-    "calibrate_keys": ("int4_cache", "calibrate_keys"),
+    "calibrate_keys": ("keys", "calibrate_keys"),
     "compile": ("backend", "compile"),
     "doctor": ("doctor", None),
     "errors": ("errors", None),

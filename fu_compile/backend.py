@@ -143,7 +143,10 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options,
         )
     check_dtypes(captured)
     ctx.decision = plan.decide(captured.gm, options)
-    ctx.data["keep_kv"] = keep_kv(captured, example_inputs) if ctx.decision.cache.value == "int4" else {}
+    rotated = ctx.decision.cache.value == "int4"
+    own = rotated and plan.has_int4_cache(captured.gm)
+    ctx.data["keep_kv"] = keep_kv(captured, example_inputs) if rotated and not own else {}
+    ctx.data["uncentred"] = keep_kv(captured, example_inputs, centred=False) if own else {}
     passes.run(captured.gm, ctx, passes.REWRITE)
     report = describe(captured, ctx, options, index)
     report.source = source
@@ -161,36 +164,49 @@ def check_dtypes(captured: Captured) -> None:
             )
 
 
-def keep_kv(captured: Captured, example_inputs: Sequence[Any]) -> dict[str, str]:
-    """Layers whose keys INT4 would ruin before calibration, with the measured reason (B24: one channel above all)."""
-    from .weights import key_risk
+def keep_kv(captured: Captured, example_inputs: Sequence[Any], centred: bool = True) -> dict[str, str]:
+    """Layers whose keys INT4 would ruin, with the measured reason (B24: one channel above all).
+
+    centred: with the key tables that the runtime would use, calibrated or from the weights; else without any.
+    """
+    from .weights import STORE, key_risk, key_tables, measured_risk
 
     kept = {}
     parameters: dict[str, Any] = {i.name: example_inputs[i.index] for i in captured.inputs if i.kind == "parameter"}
     blocks = {i.name: example_inputs[i.index] for i in captured.inputs}
+    inv_freq = next((example_inputs[i.index] for i in captured.inputs if i.path.endswith("inv_freq")), None)
     for node in captured.gm.graph.nodes:
         if ops.name_of(node.target) != "qkv":
             continue
         weights, biases = ([parameters.get(n.name, n) for n in nodes] for nodes in node.args[1:3])
+        sources = list(weights)
         for at, (w, rows) in enumerate(zip(node.args[1], map(rows_of, node.args[1]), strict=True)):
             block = None if rows is None else blocks[w.args[0].name]
-            if rows is not None and isinstance(block, Tensor):  # key_risk reads the keys' rows alone
-                read = not block.is_meta and at == min(1, len(weights) - 1)
+            if rows is not None and isinstance(block, Tensor):  # without biases key_risk reads the keys' rows alone
+                sources[at] = block
+                read = not block.is_meta and (biases or at == min(1, len(weights) - 1))
                 weights[at] = rows.dense(block) if read else block
         norm = None if node.args[4] is None else parameters.get(node.args[4].name)
-        if all(isinstance(t, Tensor) and not t.is_meta for t in (*weights, *biases)):
-            reason = key_risk(weights, biases, norm, node.args[-3:])
-            if reason:
-                kept[passes.layer_of(node).rpartition(".")[0]] = reason
+        if not all(isinstance(t, Tensor) and not t.is_meta for t in (*weights, *biases)):
+            continue
+        heads = node.args[-3:]
+        known = STORE.calibrated(sources) if centred else None
+        if known is not None:
+            reason = measured_risk(known)
+        elif centred and biases and isinstance(inv_freq, Tensor):
+            tables = key_tables(heads, weights, biases, inv_freq)
+            reason = key_risk(weights, biases, norm, heads, inv_freq, tables)
+        else:
+            reason = key_risk(weights, biases, norm, heads)
+        if reason:
+            kept[passes.layer_of(node).rpartition(".")[0]] = reason
     return kept
 
 
 def uncentred(done: Rewritten, example_inputs: Sequence[Any]) -> str:
     """What an Int4Cache without key tables loses with this model's keys, or an empty string."""
     for node, _slots in done.ctx.data["int4_cache"]:
-        if done.decision.cache.value != "int4":
-            break  # a range per channel loses nothing
-        reason = done.ctx.data["keep_kv"].get(passes.layer_of(node))
+        reason = done.ctx.data["uncentred"].get(passes.layer_of(node))
         mean = next(a for a in node.args if isinstance(a, fx.Node) and done.ctx.path(a).endswith("key_mean"))
         tables = example_inputs[done.ctx.index(mean)]
         if reason and not tables.is_meta and not bool(tables.any()):

@@ -15,9 +15,11 @@ Paths:
            those stored with the model, or calibrated on WikiText-2 valid
 ``int4``   INT4 decode: each token of a window is decoded on its own through the INT4 key/value cache,
            the next input being the text's token and not the model's (teacher forcing)
-``cache``  an Int4Cache alone, keys calibrated on WikiText-2 valid, values rotated (``fu_compile.rotate_values``):
-           decoded token by token, weights as they are
-``cache4`` the same with every token in INT4, the unfinished page too
+``cache``  an Int4Cache alone, keys calibrated on WikiText-2 valid, values rotated (``fu_compile.rotate_values``),
+           weights as they are; in calls of one page of 64 tokens, in which every token sees what it would see decoded
+           on its own: the pages before its own as they decode, its own page exactly
+``channel`` the same with keys per channel (``kv_cache="int4-channel"``)
+``cache4`` the same as ``cache`` with every token in INT4, the unfinished page too: decoded token by token
 =========  ============================================================================================
 """
 
@@ -39,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fu_compile import models
+from fu_compile import formats, models
 from fu_compile.errors import DataError, OptionError
 
 SHA256 = {
@@ -60,8 +62,9 @@ PATHS: dict[str, tuple[str, dict[str, Any]]] = {
     "exact": ("nothing quantised, one call per window", {"mode": "exact"}),
     "fp8": ("FP8 prefill, one call per window", {"prefill": "fp8", "decode": "exact", "kv_cache": "model"}),
     "int4": ("INT4 decode, token by token", {"prefill": "exact", "decode": "int4", "kv_cache": "int4"}),
-    "cache": ("INT4 cache alone, values rotated, token by token", {"mode": "exact"}),
-    "cache4": ("the same, unfinished page in INT4 too", {"mode": "exact"}),
+    "cache": ("INT4 cache alone, values rotated, page by page", {"mode": "exact"}),
+    "channel": ("the same, keys per channel", {"mode": "exact"}),
+    "cache4": ("INT4 cache, unfinished page in INT4 too, token by token", {"mode": "exact"}),
 }
 
 CALIBRATION_WINDOWS = 4
@@ -193,7 +196,7 @@ def perplexity(
         for name in paths:
             bar.set_description(f"perplexity, {name}")
             start = time.perf_counter()
-            kept = _cache(model, tokenizer, name, batch) if name.startswith("cache") else None
+            kept = _cache(model, tokenizer, name, batch) if name in ("cache", "channel", "cache4") else None
             with _rotated(model, kept is not None), _prepared(model, name, options or {}):
                 if name == "fp8" and (options or {}).get("fp8_scaling") == "static":
                     from fu_compile.fp8 import calibrate_fp8
@@ -201,7 +204,8 @@ def perplexity(
                     if not getattr(getattr(model.config, "quantization_config", None), "fp8_scales", None):
                         calibrate_fp8(model, _validation(tokenizer, length), progress=False, keep=False)
                 if name == "int4" or kept is not None:
-                    nll = score_decode(model, batch, bar.update, kept)
+                    whole_pages = name in ("cache", "channel")
+                    nll = score_decode(model, batch, bar.update, kept, formats.PAGE if whole_pages else 1)
                 else:
                     nll = score_prefill(model, batch, bar.update)
             seconds = time.perf_counter() - start
@@ -234,30 +238,35 @@ def score_prefill(model: Any, batch: Tensor, done: Callable[[int], Any] = lambda
 
 
 def score_decode(
-    model: Any, batch: Tensor, done: Callable[[int], Any] = lambda n: None, kept: Any = None
+    model: Any, batch: Tensor, done: Callable[[int], Any] = lambda n: None, kept: Any = None, step: int = 1
 ) -> list[float]:
-    """Mean NLL of each row of ``batch``: [windows, length] int64; all rows decoded together, one token per call.
+    """Mean NLL of each row of ``batch``: [windows, length] int64; all rows decoded together, ``step`` tokens per call.
 
-    The key/value cache (``kept``, or a StaticCache) starts empty, so every token, the first included, is a decode step
-    through it.
+    The key/value cache (``kept``, or a StaticCache) starts empty, so every token, the first included, goes through it.
+    In calls of one page (64 tokens) an Int4Cache with an exact page shows every token what it would see decoded alone.
     """
     rows, length = batch.shape
     cache = {models.cache_kwarg(model): models.static_cache(model, length, rows) if kept is None else kept}
     total = torch.zeros(rows, dtype=torch.float64, device=batch.device)
-    for i in range(length - 1):
-        logits = model(input_ids=batch[:, i : i + 1], use_cache=True, **cache).logits[:, -1]
-        total += _nll(logits, batch[:, i + 1])
-        done(rows)
+    for i in range(0, length - 1, step):
+        tokens = batch[:, i : min(i + step, length - 1)]
+        logits = model(input_ids=tokens, use_cache=True, **cache).logits
+        targets = batch[:, i + 1 : i + 1 + tokens.shape[1]]
+        total += _nll(logits.flatten(0, 1), targets.flatten()).view(rows, -1).sum(1)
+        done(tokens.numel())
     return (total / (length - 1)).tolist()
 
 
 def _cache(model: Any, tokenizer: Any, name: str, batch: Tensor) -> Any:
     """The Int4Cache of a path, its keys calibrated on the first windows of the validation split."""
-    from fu_compile.int4_cache import Int4Cache, calibrate_keys
+    from fu_compile import keys
+    from fu_compile.int4_cache import Int4Cache
 
     rows, length = batch.shape
-    tables = calibrate_keys(model, [window[None].to(model.device) for window in _validation(tokenizer, length)])
-    return Int4Cache(model.config, length, rows, model.device, model.dtype, tables=tables, exact_page=name != "cache4")
+    more: dict[str, Any] = {"kv_cache": formats.CHANNEL} if name == "channel" else {}
+    if name != "channel":
+        more["tables"] = keys.calibrate_keys(model, [w[None] for w in _validation(tokenizer, length)])
+    return Int4Cache(model.config, length, rows, model.device, model.dtype, exact_page=name != "cache4", **more)
 
 
 @contextmanager

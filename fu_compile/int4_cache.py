@@ -15,21 +15,21 @@ a quantised page reopens it: its rows come back as they decode. Formats: docs/nu
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, StaticLayer
+from transformers.cache_utils import Cache, StaticLayer
 
 from . import formats, lowerings, ops
 from .caches import difference, refuse, too_short
 from .errors import CacheLengthError, CacheMismatchError, FuWarning, GradientError, HeadDimError, OptionError
-from .models import cache_kwarg, heads_of, uncompiled
-from .weights import RISK, key_tables
+from .keys import KeyTables, tables_of
+from .models import heads_of
+from .weights import RISK
 
 PAGE = ops.PAGE
 _IMPLEMENTED = lowerings.TABLE  # importing the lowerings gives the operators their implementations
@@ -40,46 +40,6 @@ _TENSORS = ("key_rows", "value_rows", "k_codes", "k_scales", "v_codes", "v_scale
 """What has a batch dimension, the first."""
 _SHARED = ("key_mean", "key_balance", "cumulative_length")
 """What all sequences share."""
-
-
-@dataclass(frozen=True)
-class KeyTables:
-    """What is subtracted from the keys and what they are divided by before rotation, per layer.
-
-    means, balances: one [Hkv, D] float32 each per layer. Subtracting a constant from every key is neutral to softmax;
-    it only moves the quantiser's range.
-    """
-
-    means: tuple[Tensor, ...]
-    balances: tuple[Tensor, ...]
-
-
-def calibrate_keys(model: nn.Module, input_ids: Iterable[Tensor]) -> KeyTables:
-    """The mean of every layer's keys after RoPE over calibration text; the balance is one.
-
-    Args:
-        model: a causal language model; called in eager, whatever it was compiled with.
-        input_ids: batches [B, S] of token ids, such as windows of the text that the model will read.
-
-    Raises:
-        CacheMismatchError: there is no batch, or a layer keeps no keys of the usual form.
-    """
-    sums: list[Tensor] = []
-    count = 0
-    with uncompiled(model), torch.inference_mode(False), torch.no_grad():
-        for ids in input_ids:
-            cache = DynamicCache()
-            model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_kwarg(model): cache})
-            keys: list[Any] = [getattr(layer, "keys", None) for layer in cache.layers]
-            if any(not isinstance(k, Tensor) or k.dim() != 4 or k.shape[2] != ids.shape[1] for k in keys):
-                raise CacheMismatchError("a layer of this model keeps no keys [B, Hkv, S, D]", where="calibration")
-            totals = [k.to(torch.float64).sum((0, 2)) for k in keys]
-            sums = totals if not sums else [a + b for a, b in zip(sums, totals, strict=True)]
-            count += ids.numel()
-    if not count:
-        raise CacheMismatchError("there is no calibration text", where="calibrate_keys")
-    means = tuple((s / count).to(torch.float32) for s in sums)
-    return KeyTables(means, tuple(torch.ones_like(m) for m in means))
 
 
 def rotate_values(model: nn.Module) -> nn.Module:
@@ -563,32 +523,3 @@ def layer_types(config: PreTrainedConfig) -> list[str]:
                 advice="Use transformers' DynamicCache or StaticCache for this model.",
             )
     return list(types)
-
-
-def tables_of(model: nn.Module, kv_heads: int, head_dim: int) -> KeyTables:
-    """Key tables from the weights alone: means and balances of layers whose k_proj has a bias, zero and one elsewhere.
-
-    Raises:
-        CacheMismatchError: a layer has no k_proj of this size.
-    """
-    rotary = next((m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)), None)
-    inv_freq: Any = None if rotary is None else rotary.inv_freq
-    found = []
-    for name, module in model.named_modules():
-        joined = getattr(module, "qkv_proj", None)
-        parts: list[Any] = (
-            [joined] if joined is not None else [getattr(module, p, None) for p in ("q_proj", "k_proj", "v_proj")]
-        )
-        if not all(isinstance(p, nn.Linear) or hasattr(p, "block") for p in parts):  # block: a packed linear
-            continue
-        weights, biases = [p.weight for p in parts], [p.bias for p in parts if p.bias is not None]
-        q_heads = (sum(w.shape[0] for w in weights) - 2 * kv_heads * head_dim) // head_dim
-        if len(parts) == 3 and weights[1].shape[0] != kv_heads * head_dim:
-            raise CacheMismatchError(
-                f"k_proj has {weights[1].shape[0]} rows for {kv_heads} heads of {head_dim}", where=name
-            )
-        if biases:
-            found.append(key_tables((q_heads, kv_heads, head_dim), weights, biases, inv_freq))
-        else:
-            found.append(formats.kv_tables(kv_heads, head_dim, weights[0].device))
-    return KeyTables(tuple(m for m, _ in found), tuple(b for _, b in found))

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fu_compile import calibration, evaluate, formats, models
+from fu_compile import calibration, evaluate, formats, keys, models
 from fu_compile.calibration import Moments, Walk
 from fu_compile.errors import CacheMismatchError, FormatError
 from fu_compile.gptq import block_linears
@@ -39,10 +39,10 @@ from fu_compile.lowerings import reference_linear
 from fu_compile.options import Options
 from fu_compile.plan import PRECISIONS
 from fu_compile.quantize import PackedLinear
-from fu_compile.weights import PackSpec, key_risk
+from fu_compile.weights import PackSpec
 
 if TYPE_CHECKING:
-    from fu_compile.int4_cache import KeyTables
+    from fu_compile.keys import KeyTables
 
 PHASES = ("prefill", "decode")
 ATTENTION = "attention"
@@ -223,7 +223,7 @@ def layer_report(
 
     from tqdm.auto import tqdm
 
-    walk = Walk(model, rows)
+    walk, frequencies = Walk(model, rows), keys.inv_freq(model)
     streams = {phase: list(walk.hidden) for phase in PHASES} if accumulated else {}
     layers = calibration.decoder_layers(model)[2]
     found: list[LayerError] = []
@@ -233,6 +233,7 @@ def layer_report(
             names = {n.removeprefix(block + "."): m for n, m in linears.items()}
             pair = None if tables is None else (tables.means[index], tables.balances[index])
             watch = _Watch(layers[index], names, _precisions(linears, block, options), options, pair, streams, bar)
+            watch._frequencies = frequencies
             walk.step(index, watch)
             found += watch.errors(index)
     return LayerReport(
@@ -267,11 +268,9 @@ def text_report(
 
 
 def _tables(model: Any, tables: KeyTables | None, layers: int) -> KeyTables:
-    from fu_compile.int4_cache import tables_of
-
     _, heads, head_dim = models.heads_of(model.config.get_text_config())
     formats.hadamard_block(head_dim)  # an odd head_dim is an error before any work
-    tables = tables_of(model, heads, head_dim) if tables is None else tables
+    tables = keys.tables_of(model, heads, head_dim) if tables is None else tables
     if len(tables.means) != layers or any(t.shape != (heads, head_dim) for t in (*tables.means, *tables.balances)):
         raise CacheMismatchError(
             f"the key tables are not those of {layers} layers with {heads} heads of {head_dim}", where="tables"
@@ -345,6 +344,7 @@ class _Watch(Moments):
         self._layer, self._precisions, self._options = layer, precisions, options
         self._tables, self._streams, self._bar = tables, streams, bar
         self._kept = ""  # why the layer keeps the model's cache
+        self._frequencies: Tensor | None = None  # of RoPE, [R/2]
         self._packed: dict[tuple[str, str], tuple[Tensor, ...]] = {}
         self._fresh: dict[tuple[str, str], _Ratio] = {}
         self._along: dict[tuple[str, str], _Ratio] = {}
@@ -495,25 +495,23 @@ class _Watch(Moments):
         """
         channel = self._options.kv_cache == formats.CHANNEL
         if phase == "decode" and self._tables is not None and not self._kept and not channel:
-            self._kept = _risk(module, query.shape[1], key.shape[1], key.shape[-1]) or ""
+            heads = query.shape[1], key.shape[1], key.shape[-1]
+            self._kept = _risk(module, heads, self._frequencies) or ""
         if not self._int4(phase) or self._tables is None:
             return exact
         mean, balance = (t.to(key.device) for t in self._tables)
-        if channel:  # the last, unfinished page is never read as old
-            whole = key[:, :, : key.shape[2] // formats.PAGE * formats.PAGE]
-            old_keys = formats.decode_key_pages(*formats.encode_key_pages(whole, mean), mean)
-        else:
-            old_keys = formats.decode_keys(*formats.encode_keys(key, mean, balance), mean, balance)
-        old_values = formats.decode_rows(*formats.encode_rows(value))
-        query, key, value = (t.to(torch.float32) for t in (query, key, value))
-        out = []
-        for first in range(0, query.shape[2], formats.PAGE):
-            page = slice(first, first + formats.PAGE)
-            seen_k = torch.cat((old_keys[:, :, :first], key[:, :, page]), 2)
-            seen_v = torch.cat((old_values[:, :, :first], value[:, :, page]), 2)
-            mask = None if attention_mask is None else attention_mask[:, :, page, : seen_k.shape[2]]
-            out.append(calibration._attention(module, query[:, :, page], seen_k, seen_v, mask, *args, **kwargs)[0])
-        return torch.cat(out, 1).to(exact.dtype)
+        return keys.paged_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            *args,
+            mean=mean,
+            balance=balance,
+            kv_format=self._options.kv_cache,
+            **kwargs,
+        ).to(exact.dtype)
 
 
 def _flat(y: Tensor) -> Tensor:
@@ -540,18 +538,13 @@ def _epsilon(module: nn.Module) -> float | None:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
-def _risk(module: nn.Module, heads: int, kv_heads: int, dim: int) -> str | None:
-    """Why the backend lets this layer keep the model's cache (weights.key_risk), or none."""
-    joined = getattr(module, "qkv_proj", None)
-    parts: list[Any] = (
-        [joined] if joined is not None else [getattr(module, n, None) for n in ("q_proj", "k_proj", "v_proj")]
-    )
-    if not all(isinstance(p, nn.Linear) for p in parts):
+def _risk(module: nn.Module, heads: tuple[int, int, int], frequencies: Tensor | None) -> str | None:
+    """Why the backend lets this layer keep the model's cache, or none."""
+    parts = next((parts for name, parts in keys.projections(module) if not name), None)
+    if parts is None:
         return None
     norm: Any = getattr(module, "k_norm", None)
-    gain = getattr(norm, "weight", None)
-    biases = [p.bias for p in parts if p.bias is not None]
-    return key_risk([p.weight for p in parts], biases, gain, (heads, kv_heads, dim))
+    return keys.risk(parts, getattr(norm, "weight", None), heads, frequencies)
 
 
 _WATCHING: contextvars.ContextVar[_Watch | None] = contextvars.ContextVar("fu_compile_layers", default=None)

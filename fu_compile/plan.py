@@ -84,6 +84,11 @@ def _caches(gm: fx.GraphModule) -> dict[str, fx.Node]:
     return found
 
 
+def has_int4_cache(gm: fx.GraphModule) -> bool:
+    """Whether the graph works on the caller's own Int4Cache."""
+    return "kv_update" in _caches(gm)
+
+
 def _say(size: object) -> Choice:
     text = str(size)
     return Choice(text, "static size" if text.isdigit() else "symbolic: one graph serves every size")

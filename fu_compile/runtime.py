@@ -24,7 +24,7 @@ from .caches import COPIES, Copy, KVSpec, too_short
 from .errors import CacheMismatchError, MetaParameterError, WeightsChangedError
 from .lowerings.dense import dense_bytes
 from .report import GraphReport
-from .weights import STORE, PackSpec, Sample, key_risk, key_tables
+from .weights import STORE, PackSpec, Sample, key_risk, key_tables, measured_risk
 
 PROGRESS = 200_000_000
 """Parameters from which packing shows a progress bar: less than that takes a few seconds."""
@@ -129,29 +129,40 @@ class Binding:
 
 def _tables(spec: KVSpec, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
     sources, biases = ([args[i] for i in indices] for indices in (spec.weights, spec.biases))
+    rotated = spec.kv_format == "int4"  # a range per channel loses nothing, whatever the keys
+    known = STORE.calibrated(sources)
+    if known is not None:
+        _refuse(spec, measured_risk(known) if rotated else None)
+        device = sources[0].device
+        return known.mean.to(device), known.balance.to(device)
     rows = spec.rows or (None,) * len(sources)
     # Packed weights are dequantised where they are read: the keys' rows for the risk, all of them for tables of a bias.
     read = range(len(sources)) if spec.biases else (min(1, len(sources) - 1),)
     weights = [
         w if r is None or i not in read else r.dense(w) for i, (w, r) in enumerate(zip(sources, rows, strict=True))
     ]
+    inv_freq = None if spec.inv_freq is None else args[spec.inv_freq]
+    if spec.biases:
+        tables = STORE.get(
+            ("tables", spec.heads, spec.rows),
+            [*sources, *biases],
+            lambda: key_tables(spec.heads, weights, biases, inv_freq),
+        )
+    else:
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        tables = formats.kv_tables(spec.heads[1], spec.heads[2], device)
     norm = None if spec.key_norm is None else args[spec.key_norm]
-    reason = key_risk(weights, biases, norm, spec.heads) if spec.kv_format == "int4" else None
+    _refuse(spec, key_risk(weights, biases, norm, spec.heads, inv_freq, tables) if rotated else None)  # type: ignore[arg-type]
+    return tables  # type: ignore[return-value]
+
+
+def _refuse(spec: KVSpec, reason: str | None) -> None:
     if reason:  # the graph was made for other weights, of this model or of another of its kind
         raise WeightsChangedError(
             f"{reason}; the compiled graph does not",
             where=spec.layer,
             advice="Call torch._dynamo.reset() and run again.",
         )
-    if not spec.biases:
-        device = next(a.device for a in args if isinstance(a, Tensor))
-        return formats.kv_tables(spec.heads[1], spec.heads[2], device)
-    inv_freq = None if spec.inv_freq is None else args[spec.inv_freq]
-    return STORE.get(  # type: ignore[return-value]
-        ("tables", spec.heads, spec.rows),
-        [*sources, *biases],
-        lambda: key_tables(spec.heads, weights, biases, inv_freq),
-    )
 
 
 def _none() -> None:

@@ -32,6 +32,24 @@ SAMPLE = 16
 
 
 @dataclass(frozen=True)
+class CalibratedKeys:
+    """Key tables that were measured on text, of one layer."""
+
+    mean: Tensor
+    """[Hkv, D] f32"""
+    balance: Tensor
+    """[Hkv, D] f32"""
+    error: float
+    """Relative error of the attention's output through the INT4 cache with these tables, on that text."""
+    version: int | None
+    """Of the keys' weights when they were measured."""
+
+
+RUINED = 0.5
+"""Relative error of an attention's output, measured on calibration text, from which a layer keeps the model's cache."""
+
+
+@dataclass(frozen=True)
 class PackSpec:
     """How one packed constant is made from Dynamo's arguments (the integers are positions in the argument list)."""
 
@@ -194,14 +212,39 @@ Rotation spreads one channel over its block, and the step grows with it: one cha
 (SmolLM2-135M, all layers)."""
 
 
+HORIZON = 8192
+"""Positions over which a turning bias is followed."""
+
+
+def _left(bias: Tensor, mean: Tensor, inv_freq: Tensor) -> Tensor:
+    """What centring leaves of a bias that RoPE turns: root mean square over HORIZON positions, [Hkv, D] f32."""
+    half = inv_freq.numel()
+    angle = torch.arange(HORIZON, dtype=torch.float64)[:, None] * inv_freq.detach().double().cpu().reshape(-1)
+    c, s = angle.cos(), angle.sin()
+    c1, s1, c2, s2, cs = c.mean(0), s.mean(0), c.square().mean(0), s.square().mean(0), (c * s).mean(0)
+    b, m = (t.detach().double().cpu().view(mean.shape) for t in (bias, mean))
+    (x, y), (mx, my) = ((t[:, :half], t[:, half : 2 * half]) for t in (b, m))
+    first = x * x * c2 + y * y * s2 - 2 * x * y * cs - 2 * mx * (x * c1 - y * s1) + mx * mx
+    second = y * y * c2 + x * x * s2 + 2 * x * y * cs - 2 * my * (y * c1 + x * s1) + my * my
+    left = torch.cat((first, second, (b - m)[:, 2 * half :].square()), 1)
+    return left.clamp_min_(0.0).sqrt_().to(mean)
+
+
 def key_risk(
-    weights: Sequence[Tensor], biases: Sequence[Tensor], norm: Tensor | None, heads: tuple[int, int, int]
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    norm: Tensor | None,
+    heads: tuple[int, int, int],
+    inv_freq: Tensor | None = None,
+    tables: tuple[Tensor, Tensor] | None = None,
 ) -> str | None:
     """Why INT4 keys would be ruined by these projections of q, k and v (joined or not), or none.
 
     Compares the channels' standard deviation for inputs of unit variance: the row norms of k_proj, or the gains of the
     ``norm`` over the keys. A bias counts against the root mean square of all: its largest channel decides, since
-    rotation spreads it. ``heads``: query heads, key/value heads, head_dim. Reads the device.
+    rotation spreads it. With key ``tables`` (:func:`key_tables`) and ``inv_freq`` only what they leave of the bias
+    counts: its slowly turning part is subtracted, the rest is balanced. ``heads``: query heads, key/value heads,
+    head_dim. Reads the device.
     """
     if not weights or weights[0].is_meta:
         return None
@@ -219,13 +262,30 @@ def key_risk(
         )
     if not biases:
         return None
-    constant = float(biases[pick].detach()[rows].float().abs().max())
-    ratio = constant / max(float(spread.square().mean().sqrt()), 1e-12)
+    bias = biases[pick].detach()[rows].float()
+    constant = largest = float(bias.abs().max())
+    what = "times the keys' own spread:"
+    if tables is not None and inv_freq is not None and 2 * inv_freq.numel() <= dim:
+        balance = tables[1].to(spread)
+        largest = float((_left(bias, tables[0], inv_freq).to(spread) / balance).max())
+        spread = spread.view(1 if norm is not None else kv_heads, dim) / balance
+        what = "times the keys' own spread after centring:"
+    ratio = largest / max(float(spread.square().mean().sqrt()), 1e-12)
     if ratio <= RISK:
         return None
     return (
-        f"k_proj has a bias of up to {constant:.3g}, {ratio:.1f} times the keys' own spread:"
+        f"k_proj has a bias of up to {constant:.3g}, {ratio:.1f} {what}"
         " without calibration INT4 keys would lose it, so this layer keeps the model's cache"
+    )
+
+
+def measured_risk(calibrated: CalibratedKeys) -> str | None:
+    """Why INT4 keys would be ruined although they were calibrated, or none."""
+    if calibrated.error <= RUINED:
+        return None
+    return (
+        f"on the calibration text the attention through INT4 keys was off by {100 * calibrated.error:.0f} %,"
+        " so this layer keeps the model's cache"
     )
 
 
@@ -285,6 +345,7 @@ class WeightStore:
         self.repacks = 0
         self.generation = 0
         """Grows when an uncounted write is found: whoever holds constants asks again."""
+        self._keys: Any = torch.utils.weak.WeakTensorKeyDictionary()
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
         """The bindings of all graphs: ``release(ids)`` lets go of what was made from parameters that were repacked."""
 
