@@ -438,6 +438,11 @@ def fp8_observed(see: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
         _fp8_observer = before
 
 
+def fp8_is_observed() -> bool:
+    """Whether every input has to pass :func:`fp8_quantize`: then kernels that quantise by themselves are not for it."""
+    return _fp8_observer is not None
+
+
 def fp8_quantize(x: Tensor, state: Tensor, scaling: str = "delayed") -> tuple[Tensor, Tensor]:
     """Quantises an activation to e4m3 with one scale (a power of two, unless frozen) or one per row; updates the state.
 

@@ -77,6 +77,7 @@ def calibrate_fp8(model: Any, batches: Tensor | Iterable[Tensor], *, progress: b
             bar.update()
         wide = {id(s): 2.0 * amax / formats.E4M3_MAX for s, amax in zip(states, largest.tolist(), strict=True)}
         search = _Search(wide)
+        # Kernels that quantise by themselves stand back for lowerings that do it through formats.fp8_quantize.
         with formats.fp8_observed(search.see):
             for row in rows:
                 model(input_ids=row.to(device), use_cache=False)
@@ -116,7 +117,7 @@ class _Search:
         self._errors[id(state)] = new + self._errors.get(id(state), 0.0)
 
     def best(self, state: int) -> float | None:
-        """The scale with the least error; none where a kernel quantised by itself and nothing was seen."""
+        """The scale with the least error; none (then a power of two) where nothing was seen."""
         errors = self._errors.get(state)
         return None if errors is None else self._wide[state] * FRACTIONS[int(errors.argmin())]
 
