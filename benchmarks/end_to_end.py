@@ -9,7 +9,8 @@ with mode="reduce-overhead", which makes its own). Cases run interleaved (A B A 
 the median over rounds. The counters are set back between rounds, so the context grows by less than 10 %.
 
 floor: bytes that a step must read (packed weights, head, pages, exact rows) over the copy bandwidth of the same run.
-error: relative difference of the logits from those of the reference lowering, from the same cache.
+error: relative difference of the logits from those of the reference lowering, from the same cache. In prefill: from the
+uncompiled bfloat16 model's.
 host: microseconds that the CPU needs per step without a graph.
 Writes benchmarks/results/end_to_end-<date>-<commit>.json.
 """
@@ -17,6 +18,7 @@ Writes benchmarks/results/end_to_end-<date>-<commit>.json.
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import json
 import statistics
@@ -168,30 +170,20 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).norm() / b.float().norm())
 
 
-def prefill_ms(run: Callable[[], Any], seconds: float) -> float:
-    run()
-    torch.cuda.synchronize()
-    found = []
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    while sum(found) < seconds * 1e3 or len(found) < 3:
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end))
-    return statistics.median(found)
-
-
 @torch.no_grad()
 def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
     """Everything; prints as it goes and saves what there is."""
-    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     clock = time.perf_counter()
 
     def say(what: str) -> None:
         print(f"[{time.perf_counter() - clock:6.1f} s] {what}", flush=True)
 
+    if args.only_prefill:
+        prefill(args, say, found := {}, save)
+        save(found)
+        return
     config = LlamaConfig(**LLAMA_8B, num_hidden_layers=args.layers)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
@@ -273,25 +265,159 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
     save(out)
     ways.clear()
     if not args.no_prefill:
-        ids = torch.randint(0, config.vocab_size, (1, args.prompt), device="cuda")
-        out["prefill"] = []
-        kwarg = cache_kwarg(model)
-        fu_compile.compile(model)
-        forwards: dict[str, Any] = {"ours": model}
+        del model, eager
+        torch.cuda.empty_cache()
+        prefill(args, say, out, save)
+
+
+class Fp8Linear(torch.nn.Module):
+    """What compiled PyTorch has for a linear in FP8: dynamic scales, torch._scaled_mm."""
+
+    def __init__(self, linear: torch.nn.Linear, per_row: bool) -> None:
+        super().__init__()
+        w = linear.weight.detach()
+        amax = w.abs().amax(1, keepdim=True) if per_row else w.abs().amax()
+        self.scale = (amax / 448.0).float()
+        self.weight = (w / self.scale).to(torch.float8_e4m3fn)
+        self.per_row = per_row
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., K] -> [..., N]."""
+        flat = x.reshape(-1, x.shape[-1])
+        amax = flat.abs().amax(1, keepdim=True) if self.per_row else flat.abs().amax()
+        scale = amax.float().clamp(min=1e-12) / 448.0
+        codes = (flat.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        y = torch._scaled_mm(
+            codes, self.weight.t(), scale_a=scale, scale_b=self.scale.t() if self.per_row else self.scale,
+            out_dtype=x.dtype, use_fast_accum=True,
+        )  # fmt: skip
+        return y.view(*x.shape[:-1], -1)
+
+
+def in_fp8(model: torch.nn.Module, per_row: bool) -> torch.nn.Module:
+    """The model with every projection of its layers in FP8, in place."""
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, child in list(part.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(part, name, Fp8Linear(child, per_row))
+    return model
+
+
+class Prefill:
+    """One way to prefill a prompt: everything up to the logits of its last token, as a CUDA graph."""
+
+    def __init__(self, forward: Callable[..., Any], model: Any, ids: Tensor, cached: bool) -> None:
+        from transformers import StaticCache
+
+        self.forward, self.ids, self.kwargs = forward, ids, {"use_cache": cached, "logits_to_keep": 1}
+        self.cache = None
+        if cached:
+            config = model.config
+            self.cache = StaticCache(config=config, max_cache_len=ids.shape[1] + 64)
+            heads = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+            self.cache.early_initialization(ids.shape[0], *heads, torch.bfloat16, torch.device("cuda"))
+            self.kwargs[cache_kwarg(model)] = self.cache
+        self.keep: list[Any] = [model]
+        for _ in range(3):
+            self.logits = self.once()
+        torch.cuda.synchronize()
+        self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(self.graph):
+                self.logits = self.once()
+        except RuntimeError as error:  # what cannot be captured is timed as it is, and the result says so
+            print(f"not captured: {str(error).splitlines()[0]}", flush=True)
+            self.graph = None
+        torch.cuda.synchronize()
+
+    def run(self) -> None:
+        """One prefill, as a graph where there is one."""
+        if self.graph is None:
+            self.logits = self.once()
+        else:
+            self.graph.replay()
+
+    def once(self) -> Tensor:
+        """[B, vocabulary]; without a graph."""
+        if self.cache is not None:
+            for layer in self.cache.layers:
+                layer.cumulative_length.zero_()
+        return self.forward(input_ids=self.ids, **self.kwargs).logits[:, -1]
+
+    def host_ms(self) -> float:
+        """Milliseconds that the CPU needs to enqueue a call without a graph."""
+        self.once()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.once()
+        host = (time.perf_counter() - start) * 1e3
+        torch.cuda.synchronize()
+        return host
+
+
+def prefill(
+    args: argparse.Namespace, say: Callable[[str], None], out: dict[str, Any], save: Callable[[dict[str, Any]], None]
+) -> None:
+    """Prefill of ``--prompt`` tokens beside compiled transformers in BF16 and FP8 (per tensor, per row), interleaved.
+
+    ``block``: without a cache, milliseconds of a layer. ``cached``: into a StaticCache, ours also into its INT4 store.
+    A vocabulary of 1,024 keeps embedding and head out of the times.
+    """
+    from prefill_gemm import Watch, interleaved
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers = args.prefill_layers
+    config = LlamaConfig(**(LLAMA_8B | {"vocab_size": 1024}), num_hidden_layers=layers)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    torch.set_default_dtype(torch.float32)
+    ids = torch.randint(0, config.vocab_size, (1, args.prompt), device="cuda")
+    plain = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1].clone()
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True  # the default, said aloud
+    out["prefill"] = {"tokens": args.prompt, "layers": layers, "rows": []}
+    ways: dict[str, Prefill] = {}
+    for cached in (False, True):
+        for name, options in {"ours": {}, "ours, prefill bf16": {"prefill": "bf16"}}.items():
+            own = copy.deepcopy(model)
+            fu_compile.compile(own, **options)
+            case = name + ", cached" * cached
+            ways[case] = way = Prefill(own, own, ids, cached)
+            way.keep += record_of(own).alive
+            ran = {n: v for g in fu_compile.report(own).graphs for n, v in g.lowerings.items()}
+            out["prefill"].setdefault("lowerings", {})[case] = ran
+            say(f"{case}: { ({n: v[0] for n, v in ran.items()}) }")
         if not args.no_peer:
-            forwards["transformers, compiled"] = torch.compile(model.forward, dynamic=False)
-        for name, forward in forwards.items():
-            cache = StaticCache(config=config, max_cache_len=args.prompt + 64)
-
-            def run(forward=forward, cache=cache) -> None:
-                cache.reset()
-                forward(input_ids=ids, use_cache=True, logits_to_keep=1, **{kwarg: cache})
-
-            run()
-            ms = prefill_ms(run, args.seconds)
-            out["prefill"].append({"case": name, "tokens": args.prompt, "ms": ms})
-            say(f"prefill of {args.prompt} tokens, {name}: {ms:.1f} ms")
-            save(out)
+            for name, per_row in (("fp8 per tensor", False), ("fp8 per row", True), ("bf16", None)):
+                if cached and per_row is not None:
+                    continue
+                peer = copy.deepcopy(model)
+                if per_row is not None:
+                    in_fp8(peer, per_row)
+                case = f"transformers, {name}" + ", cached" * cached
+                ways[case] = Prefill(torch.compile(peer.forward, dynamic=False), peer, ids, cached)
+                say(f"{case}: compiled")
+        hosts = {name: way.host_ms() for name, way in ways.items()}
+        times = interleaved({n: w.run for n, w in ways.items()}, args.seconds, args.rounds, Watch())
+        for name, way in ways.items():
+            ms = times[name]["ms"]
+            row = {
+                "case": name, "ms": ms, "ms per layer": ms / layers, "host ms": hosts[name],
+                "graph": way.graph is not None, "card": times[name]["card"], "error": relative(way.logits, plain),
+            }  # fmt: skip
+            out["prefill"]["rows"].append(row)
+            say(json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}))
+        save(out)
+        ways.clear()
+    by_name = {row["case"]: row["ms"] for row in out["prefill"]["rows"]}
+    fp8 = [ms for name, ms in by_name.items() if name.startswith("transformers, fp8")]
+    if fp8:
+        out["prefill"]["block against fp8"] = min(fp8) / by_name["ours"]
+        out["prefill"]["block against bf16"] = by_name["transformers, bf16"] / by_name["ours, prefill bf16"]
+        say(f"block: {min(fp8) / by_name['ours']:.3f} x compiled FP8")
+    save(out)
 
 
 def _free_dense(model: torch.nn.Module) -> None:
@@ -315,6 +441,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     parser.add_argument("--no-prefill", action="store_true")
+    parser.add_argument("--only-prefill", action="store_true")
+    parser.add_argument("--prefill-layers", type=int, default=8, help="layers of the model that prefills")
     parser.add_argument("--no-error", action="store_true", help="leave the reference lowering out")
     parser.add_argument("--commit", default=None, help="what was measured, where there is no git")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the JSON file")

@@ -10,13 +10,14 @@
 namespace epilogue {
 constexpr bool HALF = FU_HALF;  // 16-bit values are float16 instead of bfloat16
 
-// x / (1 + e^-x); e^-x may overflow to infinity, the quotient is then -0.
-DEVICE float silu(float x) { return __fdividef(x, 1.0f + ex2_approx(-1.44269504f * x)); }
+// x / (1 + e^-x); e^-x may overflow to infinity, the product is then -0.
+DEVICE float silu(float x) { return x * rcp_approx(1.0f + ex2_approx(-1.44269504f * x)); }
 
 struct Pair {
     float x, y;
 };
-DEVICE Pair scaled(float x, float y, float row, Pair channel) { return {x * row * channel.x, y * row * channel.y}; }
+// The factors first: they are the same for both rows of a lane unless rows have factors of their own.
+DEVICE Pair scaled(float x, float y, float row, Pair channel) { return {x * (row * channel.x), y * (row * channel.y)}; }
 DEVICE Pair with_bias(Pair v, u32 bias) { return {v.x + to_f32<HALF>(u16(bias)), v.y + to_f32<HALF>(u16(bias >> 16))}; }
 DEVICE Pair swiglu(Pair gate, Pair up) { return {silu(gate.x) * up.x, silu(gate.y) * up.y}; }
 DEVICE Pair with_residual(Pair v, u32 added, float scale) {
@@ -46,6 +47,7 @@ struct Epilogue {
     static constexpr int SIZE = OUT8 ? 1 : 2, ROW_BYTES = WIDTH * SIZE;
     static constexpr int BOX = ROW_BYTES % 128 == 0 ? 128 : ROW_BYTES % 64 == 0 ? 64 : 32, BOXES = ROW_BYTES / BOX;
     static constexpr int BYTES = BLOCKS * 64 * ROW_BYTES;
+    static constexpr bool FULL = BLOCKS * FU_TILE_N > 256;  // no registers for operands that are loaded ahead
 
     const float* step;     // scale of the e4m3 input
     const float* channel;  // [N], scales of the e4m3 weight
@@ -74,10 +76,13 @@ struct Epilogue {
     // `inside`: the column exists. Not a clamped address: that would cost two registers a column.
     DEVICE epilogue::Pair channels(int column, bool inside) const {
         u64 v = 0;
-        if (inside) v = ld_global_nc_v2(channel + column);
+        if (inside) v = FULL ? ld_global_nc_v2_here(channel + column) : ld_global_nc_v2(channel + column);
         return {__uint_as_float(u32(v)), __uint_as_float(u32(v >> 32))};
     }
-    DEVICE u32 biases(int column, bool inside) const { return inside ? ld_global_nc_u32(bias + column) : 0; }
+    DEVICE u32 biases(int column, bool inside) const {
+        if (!inside) return 0;
+        return FULL ? ld_global_nc_u32_here(bias + column) : ld_global_nc_u32(bias + column);
+    }
 
     // Columns 8j + 2t, + 1 of the output, both rows of the lane.
     DEVICE void columns(const float (&v)[FU_TILE_N / 2], int j, int column, float r0, float r1, epilogue::Pair& top,

@@ -5,7 +5,7 @@
 // 0 .. 15: amax history, newest first. 21 .. 23 belong to a call in flight and are zero between calls.
 enum Fp8Slot { HISTORY = 16, SCALE = 16, CALLS = 17, SATURATIONS = 18, FROZEN = 19, NON_FINITE = 20 };
 enum Fp8Flight { AMAX = 21, BAD = 22, ARRIVED = 23 };  // of all blocks: largest |x|, blocks that saw no number, blocks
-enum Fp8Scaling { DELAYED, STATIC, DYNAMIC };
+enum Fp8Scaling { DELAYED, STATIC, DYNAMIC, ROWS };    // ROWS: one scale per row, its largest value / 448
 constexpr float E4M3_MAX = 448.0f;
 
 DEVICE void atomic_max(float* p, float v) {  // v >= 0, where floats are ordered as their bits
@@ -25,6 +25,8 @@ DEVICE float power_of_two(float amax, float headroom_over_max) {
     return up == 0.0f ? 1.0f : up;
 }
 
+DEVICE float row_scale(float amax) { return amax == 0.0f ? 1.0f : fmaxf(amax / E4M3_MAX, 0x1p-126f); }
+
 // formats._fp8_rule, in two steps: what a call plans before it has seen its input, and what follows from the input.
 struct Fp8Plan {
     float scale;  // 0: not known before the input is
@@ -35,7 +37,7 @@ DEVICE Fp8Plan fp8_plan(const float* state, int scaling) {
 #pragma unroll
     for (int i = 0; i < HISTORY; ++i) seen = fmaxf(seen, ld_global_cg_f32(state + i));
     const bool frozen = ld_global_cg_f32(state + FROZEN) > 0.0f;
-    if (scaling == DYNAMIC) return {0.0f, frozen};
+    if (scaling == DYNAMIC || scaling == ROWS) return {0.0f, frozen};
     if (scaling == STATIC && frozen) return {ld_global_cg_f32(state + SCALE), frozen};
     return {seen > 0.0f ? power_of_two(seen, 2.0f / E4M3_MAX) : 0.0f, frozen};
 }
@@ -44,6 +46,7 @@ struct Fp8Choice {
     bool saturated, again;  // again: what was written with the plan does not count
 };
 DEVICE Fp8Choice fp8_choose(Fp8Plan plan, float amax, int scaling) {
+    if (scaling == ROWS) return {row_scale(amax), false, false};
     if (scaling == DYNAMIC) return {power_of_two(amax, 1.0f / E4M3_MAX), false, true};
     if (plan.scale == 0.0f) return {power_of_two(amax, 2.0f / E4M3_MAX), false, true};
     const bool saturated = amax > plan.scale * E4M3_MAX;
@@ -53,7 +56,7 @@ DEVICE Fp8Choice fp8_choose(Fp8Plan plan, float amax, int scaling) {
 DEVICE void fp8_record(float* state, Fp8Choice c, bool frozen, float amax, bool bad, int scaling) {
     for (int i = HISTORY - 1; i > 0; --i) state[i] = ld_global_cg_f32(state + i - 1);
     state[0] = amax;
-    if (!frozen || scaling == DYNAMIC) state[SCALE] = c.scale;
+    if (!frozen || scaling == DYNAMIC) state[SCALE] = c.scale;  // a frozen scale outlives a saturated call
     state[CALLS] = ld_global_cg_f32(state + CALLS) + 1.0f;
     state[SATURATIONS] = ld_global_cg_f32(state + SATURATIONS) + float(c.saturated);
     state[NON_FINITE] = ld_global_cg_f32(state + NON_FINITE) + float(bad);

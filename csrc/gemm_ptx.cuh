@@ -9,9 +9,10 @@ struct alignas(64) TensorMap {
 
 // ---- barriers over a cluster ---------------------------------------------------------------------------------------
 
-// `bar` as `mapa` gives it.
+// `bar` as `mapa` gives it. Without a scope: what arrives here are slots that only the async proxy has read, and
+// `.release.cluster` would flush to the whole GPU before each (MEMBAR.ALL.GPU: a quarter of a GEMM's time).
 DEVICE void mbarrier_arrive_cluster(u32 bar) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 template <int N>
 DEVICE void setmaxnreg_inc() {
@@ -71,8 +72,24 @@ DEVICE u32 ld_global_nc_u32(const void* p) {
     asm("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
+// The same where they stand: the compiler does not load them ahead.
+DEVICE u32 ld_global_nc_u32_here(const void* p) {
+    u32 v;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+DEVICE u64 ld_global_nc_v2_here(const void* p) {
+    u64 v;
+    asm volatile("ld.global.nc.u64 %0, [%1];" : "=l"(v) : "l"(p));
+    return v;
+}
 DEVICE void st_global_v2(void* p, u32 x, u32 y) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x), "r"(y) : "memory");
+}
+DEVICE float rcp_approx(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
 }
 // Two e4m3 bytes, x in the low one; beyond 448 they saturate.
 DEVICE u16 cvt_e4m3x2(float x, float y) {

@@ -6,7 +6,8 @@
 // The scale is delayed (formats.fp8_quantize): every block codes its row with the scale that the history plans. The
 // last block to finish knows the largest value of the call; it records it, and where the plan was too small, or there
 // was none, it codes everything again by itself. That is slow and happens once in the life of a history. With dynamic
-// scales there is no plan: a first launch measures (phase 1), a second one codes (phase 2).
+// scales there is no plan: a first launch measures (phase 1), a second one codes (phase 2). With one scale per row
+// (ROWS) every block knows its own; it is written in the place of rstd.
 #include "gemm_fp8_state.cuh"
 #include "gemm_ptx.cuh"
 
@@ -100,6 +101,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             if (threadIdx.x == 0) atomic_max(state + AMAX, amax);
             if (bad != bad) atomic_max(state + BAD, 1.0f);
             if (phase == 1) return;
+            if (scaling == ROWS) {
+                const float scale = row_scale(amax);
+                row.store(codes + (long long)blockIdx.x * K, 1.0f / scale);
+                if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
+            }
             if (plan.scale != 0.0f) row.store(codes + (long long)blockIdx.x * K, 1.0f / plan.scale);
         } else {
             row.store(codes + (long long)blockIdx.x * K,
@@ -117,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const Fp8Choice choice = fp8_choose(plan, amax, scaling);
         __syncthreads();
         if (threadIdx.x == 0) {
-            *step = choice.scale;
-            fp8_record(state, choice, plan.frozen && scaling == STATIC, amax, bad, scaling);
+            if (scaling != ROWS) *step = choice.scale;
+            fp8_record(state, choice, plan.frozen, amax, bad, scaling);
         }
         if (phase == 0 && choice.again)
             for (int r = 0; r < gridDim.x; ++r) {

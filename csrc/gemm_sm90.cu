@@ -34,6 +34,8 @@ constexpr int TOTAL = BARRIERS + 8 * (2 * STAGES + 2 * CONSUMERS);
 static_assert(TOTAL == FU_SMEM && TOTAL <= 232448, "shared memory as the lowering computes it");
 static_assert(BLOCKS * TILE_N <= 384, "accumulators of a thread");
 
+constexpr int TURN = 1;  // named barriers TURN, TURN + 1: consumer 0, 1 may multiply
+
 struct Tile {
     int row, column;  // first row of X, column tile
 };
@@ -105,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         __syncthreads();  // every thread of the block has read the state
         if (threadIdx.x == 0 && atomic_count(act + ARRIVED) == gridDim.x - 1) {
             *out_step = out_scale;
-            fp8_record(act, choice, plan.frozen && scaling == STATIC, amax, bad, scaling);
+            fp8_record(act, choice, plan.frozen, amax, bad, scaling);
         }
     }
 #endif
@@ -176,9 +178,16 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         };
         Ring at;
         u32 phase = 0;
-        if (PINGPONG && c == 1) at.skip(STEPS);
+        if constexpr (PINGPONG) {
+            if (c == 1) {
+                at.skip(STEPS);
+                bar_arrive<256>(TURN);  // consumer 0 begins
+            }
+        }
         for (int t = first + (PINGPONG ? c * stride : 0); t < schedule.count; t += stride * (PINGPONG ? 2 : 1)) {
             float sums[BLOCKS][TILE_N / 2];
+            // In turns, also because the parity of a barrier tells only two rounds of the ring apart.
+            if constexpr (PINGPONG) bar_sync<256>(TURN + c);
             if constexpr (PROMOTE) {
                 float part[BLOCKS][TILE_N / 2];
 #pragma unroll
@@ -202,6 +211,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
                         for (int i = 0; i < TILE_N / 2; ++i) sums[block][i] += part[block][i];
                 }
+                if constexpr (PINGPONG) bar_arrive<256>(TURN + 1 - c);
             } else {
                 int before = 0;
                 for (int k = 0; k < STEPS; ++k, at.next()) {
@@ -218,6 +228,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     if (k > 0) free_slot(before);
                     before = at.slot;
                 }
+                if constexpr (PINGPONG) bar_arrive<256>(TURN + 1 - c);
                 wgmma_wait_group<0>();
                 free_slot(before);
             }

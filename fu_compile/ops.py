@@ -233,6 +233,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "linear_fp8": lambda x, weight, weight_scale, act, bias, residual, eps, scale, prologue, epilogue, scaling: _out(
         x, weight.shape[0], epilogue
     ),
+    "mlp_fp8": lambda x, weight, weight_scale, act, bias, down, *args: x.new_empty((*x.shape[:-1], down.shape[0])),
     "linear_int4": lambda x, packed, n, k, group, bias, residual, eps, scale, prologue, epilogue, gain=None: _out(
         x, n, epilogue
     ),

@@ -124,7 +124,13 @@ _OPERATORS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """Operator -> the pieces it runs and their format; an empty format means: as the projection beside it."""
 
-_LINEAR = {"linear_int4": "int4", "linear_fp8": "fp8", "linear_bf16": "bf16", "linear_exact": "exact"}
+_LINEAR = {
+    "linear_int4": "int4",
+    "linear_fp8": "fp8",
+    "mlp_fp8": "fp8",
+    "linear_bf16": "bf16",
+    "linear_exact": "exact",
+}
 _FUSED_PIECES = {"rms": "norms", "swiglu": "swiglu", "residual": "residual"}
 _PATH_PIECES: tuple[tuple[str, str], ...] = (
     (r"(q_proj|k_proj|v_proj|qkv)\w*$", "qkv"),
@@ -757,6 +763,8 @@ def _pieces_of(path: str, name: str, detail: str) -> list[tuple[str, str]]:
         return list(_OPERATORS.get(name, ()))
     fused = [_FUSED_PIECES[word] for word in re.findall(r"[a-z]+", detail) if word in _FUSED_PIECES]
     own = _piece_of_path(path)
+    if name == "mlp_fp8":  # both projections of the MLP
+        return [(piece, "fp8") for piece in dict.fromkeys(["swiglu", *fused, "residual"])]
     # A projection that only says `self_attn` or `mlp` is the one before the block's output if it adds the residual.
     own = "residual" if "residual" in fused and own in ("qkv", "swiglu") else own
     return [(piece, _LINEAR[name]) for piece in dict.fromkeys([own, *fused])]

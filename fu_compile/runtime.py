@@ -203,7 +203,7 @@ class CompiledGraph:
         constants: list[Tensor] = []
         copies: list[Copy | None] = []
         if self._anchor is not None or signature.kv:
-            binding = self.bind(args)
+            binding = self.bind(args, sampled=not capturing)
             constants = binding.constants
             if signature.kv:
                 copies = self._caches(args, binding, lengths[0][1] if lengths else None, extras)
@@ -252,12 +252,15 @@ class CompiledGraph:
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
-    def bind(self, args: Sequence[Any]) -> Binding:
-        """The constants for these arguments, packed now if the parameters are new or have changed."""
+    def bind(self, args: Sequence[Any], sampled: bool = True) -> Binding:
+        """The constants for these arguments, packed now if the parameters are new or have changed.
+
+        ``sampled``: uncounted writes are looked for too, which reads the device (not in a ``torch.cuda.graph``).
+        """
         anchor = id(args[self._anchor]) if self._anchor is not None else 0
         binding = self._bindings.get(anchor)
         if binding is not None and binding.current(args):
-            if not ((self._prefill or binding.uncounted) and binding.sample.changed()):
+            if not (sampled and (self._prefill or binding.uncounted) and binding.sample.changed()):
                 return binding
             STORE.drop(binding.pick(args))
         packs, repacks = STORE.packs, STORE.repacks

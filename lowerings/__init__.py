@@ -20,8 +20,10 @@ from fu_compile.lowerings import (
     attention_int4_sm90,
     cpu_linear,
     cublas_prefill,
+    gemm_sm90,
     linear_fp8_sm90,
     linear_int4_sm90,
+    qkv_rope_sm90,
     reference_attention,
     reference_block,
     reference_linear,
@@ -73,8 +75,11 @@ def _candidates(name: str, reference: Callable[..., Any]) -> tuple[Lowering, ...
     found = []
     if name in _CUDA:
         found.append(Lowering("cuda", _CUDA[name].launch, ("cuda",), _CUDA[name].accepts))
-    if name in cublas_prefill.LAUNCH:
-        found.append(Lowering("cuda", cublas_prefill.LAUNCH[name], ("cuda",), cublas_prefill.ACCEPTS[name]))
+    found += [
+        Lowering("cuda", module.LAUNCH[name], ("cuda",), module.ACCEPTS[name])
+        for module in (gemm_sm90, qkv_rope_sm90, cublas_prefill)
+        if name in module.LAUNCH
+    ]
     if name in cpu_linear.LAUNCH:
         found.append(Lowering("cpu", cpu_linear.LAUNCH[name], ("cpu",), cpu_linear.accepts))
     return (*found, Lowering("reference", reference))

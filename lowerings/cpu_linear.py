@@ -90,8 +90,32 @@ def linear_fp8(
     return finish(y, steps, bias, residual, scale).to(x.dtype)
 
 
+def mlp_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    act: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_act: Tensor,
+    down_bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    scale: float,
+    prologue: str,
+    epilogue: str,
+    scaling: str,
+) -> Tensor:
+    """Two linear_fp8 one after the other; what lies between them is rounded to bfloat16 on its way to e4m3."""
+    first = "swiglu" if bias is None else "bias|swiglu"
+    inner = linear_fp8(x, weight, weight_scale, act, bias, None, eps, 1.0, prologue, first, scaling)
+    return linear_fp8(inner, down, down_scale, down_act, down_bias, residual, eps, scale, "", epilogue, scaling)
+
+
 LAUNCH: dict[str, Callable[..., Tensor]] = {
     "linear_bf16": linear_bf16,
     "linear_fp8": linear_fp8,
+    "mlp_fp8": mlp_fp8,
     "linear_int4": linear_int4,
 }

@@ -73,6 +73,37 @@ def linear_fp8(
     return finish(y, steps, bias, residual, scale).to(x.dtype)
 
 
+def _accepts_mlp(x: Tensor, *rest: Any) -> str | None:
+    """Why this call is not ours, or none."""
+    weight, weight_scale, act, _, down, down_scale, down_act = rest[:7]
+    return _accepts_linear(x, weight, weight_scale, act, rest[-1]) or _accepts_linear(
+        x, down, down_scale, down_act, rest[-1]
+    )
+
+
+def mlp_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    act: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_act: Tensor,
+    down_bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    scale: float,
+    prologue: str,
+    epilogue: str,
+    scaling: str,
+) -> Tensor:
+    """Two linear_fp8 one after the other; what lies between them is rounded to x's dtype on its way to e4m3."""
+    first = "swiglu" if bias is None else "bias|swiglu"
+    inner = linear_fp8(x, weight, weight_scale, act, bias, None, eps, 1.0, prologue, first, scaling)
+    return linear_fp8(inner, down, down_scale, down_act, down_bias, residual, eps, scale, "", epilogue, scaling)
+
+
 def _accepts_int4(x: Tensor, packed: Tensor, n: int, k: int, *rest: Any) -> str | None:
     """Why this call is not ours, or none."""
     if x.dtype not in (torch.bfloat16, torch.float16):
@@ -124,11 +155,13 @@ def attention_prefill(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 LAUNCH: dict[str, Callable[..., Any]] = {
     "linear_fp8": linear_fp8,
+    "mlp_fp8": mlp_fp8,
     "linear_int4": linear_int4,
     "attention_prefill": attention_prefill,
 }
 ACCEPTS: dict[str, Callable[..., str | None]] = {
     "linear_fp8": _accepts_linear,
+    "mlp_fp8": _accepts_mlp,
     "linear_int4": _accepts_int4,
     "attention_prefill": _accepts_attention,
 }

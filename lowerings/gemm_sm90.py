@@ -25,14 +25,15 @@ from fu_compile.lowerings.decode_linear import SMEM_MAX, SMS, ceil_div
 from fu_compile.lowerings.reference_linear import steps_of
 from torch import Tensor
 
-from fu_compile import jit
+from fu_compile import formats, jit
 from fu_compile.errors import LoweringError
-from fu_compile.formats import FP8_SCALINGS
 
 SIGNATURE = "tttt" + "ppppppp" + "fiii"
 """maps of x, weight, y, residual; step, channel, rstd, bias, squares, act, out step; scale, tokens, scaling, again"""
 ROWS_SIGNATURE = "pppppifii"
 """x, codes, rstd, act, step; row stride, eps, scaling, phase"""
+_SCALINGS = {"delayed": 0, "static": 1, "dynamic": 2, "row": 3}
+"""Of ``formats.FP8_SCALINGS``, as csrc/gemm_fp8_state.cuh numbers them."""
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 
 
@@ -72,31 +73,29 @@ def smem(c: Config, swiglu: bool, out8: bool) -> int:
     return depth * 128 * (c.tile_m + c.tile_n) + staging(c, swiglu, out8) + 8 * (2 * depth + 4)
 
 
-CONFIGS: tuple[tuple[Config, float], ...] = (
-    (Config(128, 256, 2, False), 1.0),
-    (Config(128, 256, 1, False), 0.95),
-    (Config(128, 128, 1, False), 0.8),
-    (Config(64, 128, 1, True), 0.6),
-    (Config(64, 64, 1, True), 0.35),
+CONFIGS: tuple[tuple[Config, float, float], ...] = (
+    (Config(128, 256, 2, False), 1.0, 1.0),
+    (Config(128, 256, 1, False), 0.95, 0.95),
+    (Config(128, 128, 1, False), 0.8, 0.8),
+    (Config(64, 128, 1, True), 0.6, 0.6),
+    (Config(64, 64, 1, True), 0.35, 0.35),
 )
-"""Candidates and the speed of their main loop against the first one's."""
-PROMOTED: tuple[tuple[Config, float], ...] = (
-    (Config(128, 128, 2, False, promote=True), 1.0),
-    (Config(64, 128, 1, True, promote=True), 0.7),
+"""Candidates, and the speed of their main loop against the first one's: e4m3, 16 bits."""
+PROMOTED: tuple[tuple[Config, float, float], ...] = (
+    (Config(128, 128, 2, False, promote=True), 1.0, 1.0),
+    (Config(64, 128, 1, True, promote=True), 0.7, 0.7),
 )
 """The same with promoted accumulation, where a thread holds everything twice."""
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(m: int, n: int, promote: bool = False, sms: int = SMS) -> Config:
+def choose(m: int, n: int, fp8: bool = True, promote: bool = False, sms: int = SMS) -> Config:
     """The configuration for m tokens and n weight rows: the one whose waves of tiles are done first."""
 
-    def cost(entry: tuple[Config, float]) -> float:
-        c, speed = entry
+    def cost(entry: tuple[Config, float, float]) -> float:
+        c, fast, slow = entry
         tiles = ceil_div(m, c.tile_m * c.cluster) * c.cluster * ceil_div(n, c.tile_n)
-        # A consumer has a tile of 64 rows to itself, and its neighbour another: a block takes two at the time of one.
-        waves = ceil_div(tiles, sms)
-        return waves * c.tile_m * c.tile_n / speed
+        return ceil_div(tiles, sms) * c.tile_m * c.tile_n / (fast if fp8 else slow)
 
     return min(PROMOTED if promote else CONFIGS, key=cost)[0]
 
@@ -221,6 +220,7 @@ def gemm(
     act: Tensor | None = None,
     out_step: Tensor | None = None,
     scaling: str = "delayed",
+    half: bool = False,
 ) -> Tensor:
     """y = E(x @ weight^T) on the current stream, with a given configuration.
 
@@ -234,7 +234,7 @@ def gemm(
         bias: [N] in y's 16-bit dtype. residual: like y, rows that start on 16 bytes. scale: residual + scale * y.
         squares: [M, tiles] f32, written: sums of squares of y's rows over the columns of a tile.
         act: the FP8 state of y, updated. out_step: f32 scalar, written: y's scale.
-        scaling: ``"delayed"`` or ``"static"``, of y.
+        scaling: ``"delayed"`` or ``"static"``, of y. half: the bias beside an e4m3 y is float16.
 
     Returns:
         ``y``.
@@ -242,7 +242,7 @@ def gemm(
     m, (n, k) = x.shape[0], weight.shape
     swiglu, out8 = "swiglu" in epilogue, y.dtype == torch.float8_e4m3fn
     other = next((t for t in (bias, residual) if t is not None), y)
-    half = torch.float16 in (x.dtype, other.dtype)
+    half = half or torch.float16 in (x.dtype, other.dtype)
     device = y.device.index
     run = kernel(
         n, k, config, weight.dtype, epilogue, row=rstd is not None, squares=squares is not None, half=half, out8=out8,
@@ -261,7 +261,7 @@ def gemm(
         to if residual is None else _map(residual, columns, residual.stride(0), 64, box),
     )
     pointers = (None if t is None else t.data_ptr() for t in (step, channel, rstd, bias, squares, act, out_step))
-    args = (*maps, *pointers, scale, m, FP8_SCALINGS.index(scaling))
+    args = (*maps, *pointers, scale, m, _SCALINGS[scaling])
     stream = torch.cuda.current_stream(device).cuda_stream
     run(device, stream, *args, 0)
     if out8:  # does nothing unless the planned scale was too small for this call, or there was none
@@ -270,17 +270,22 @@ def gemm(
 
 
 def codes_of(x: Tensor, act: Tensor, scaling: str, rms: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """P(x) in e4m3: x: [M, K] bf16 or f16, rows that start on 16 bytes -> codes [M, K], and their scale, f32 scalar."""
+    """P(x) in e4m3: x: [M, K] bf16 or f16, rows that start on 16 bytes -> codes [M, K], and their scale, f32 scalar.
+
+    With scaling ``"row"`` there is one for each row: [M] f32.
+    """
     m, k = x.shape
+    rows = scaling == "row"
     codes = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
-    step = torch.empty((), dtype=torch.float32, device=x.device)
+    step = torch.empty((m,) if rows else (), dtype=torch.float32, device=x.device)
     run = rows_kernel(k, m, rms, True, x.dtype == torch.float16)
     device = x.device.index
     stream = torch.cuda.current_stream(device).cuda_stream
     for phase in (1, 2) if scaling == "dynamic" else (0,):
         run(
-            device, stream, x.data_ptr(), codes.data_ptr(), None, act.data_ptr(), step.data_ptr(), x.stride(0), eps,
-            FP8_SCALINGS.index(scaling), phase,
+            device, stream, x.data_ptr(), codes.data_ptr(), step.data_ptr() if rows else None, act.data_ptr(),
+            None if rows else step.data_ptr(), x.stride(0), eps,
+            _SCALINGS[scaling], phase,
         )  # fmt: skip
     return codes, step
 
@@ -331,11 +336,29 @@ def accepts_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, act: Tensor, *r
     bias, residual, _eps, _scale, prologue, epilogue, scaling = rest
     if scaling == "none":
         return "the activations are not quantised"
-    if scaling == "row":
-        return "one activation scale for each row"
+    if formats.fp8_is_observed():
+        return "the inputs are observed while static scales are calibrated"
     if weight.dtype != torch.float8_e4m3fn:
         return f"the weight is {weight.dtype}, not e4m3"
     return _refuses(x, weight, bias, residual, prologue, epilogue)
+
+
+def accepts_mlp(x: Tensor, *rest: Any) -> str | None:
+    """Why this call of ``mlp_fp8`` is not ours, or none."""
+    weight, _, _, bias, down, _, _, down_bias, residual, _eps, _scale, prologue, epilogue, scaling = rest
+    if scaling not in ("delayed", "static"):
+        return f"scaling={scaling!r}: the scale of the row between the products is not known before it"
+    if formats.fp8_is_observed():
+        return "the inputs are observed while static scales are calibrated"
+    if weight.dtype != torch.float8_e4m3fn or down.dtype != torch.float8_e4m3fn:
+        return f"the weights are {weight.dtype} and {down.dtype}, not e4m3"
+    inner = weight.shape[0] // 2
+    if down.shape[1] != inner or inner % 16:
+        return f"{inner} inner features are no multiple of 16, or not those of a weight {list(down.shape)}"
+    first = "swiglu" if bias is None else "bias|swiglu"
+    return _refuses(x, weight, bias, None, prologue, first) or _refuses(
+        x.new_empty((*x.shape[:-1], inner)), down, down_bias, residual, "", epilogue
+    )
 
 
 def accepts_bf16(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
@@ -357,7 +380,8 @@ def _run(
         if residual is not None and "residual" in epilogue:
             rows, ld = common.rows(residual, columns)
             operands["residual"] = rows.as_strided((m, columns), (ld, 1))
-        config = choose(m, n, promote, common.multiprocessors(x.device.index))
+        fp8 = weight.dtype == torch.float8_e4m3fn
+        config = choose(m, n, fp8, promote, common.multiprocessors(x.device.index))
         gemm(flat, weight, y.view(m, columns), config, epilogue, **operands)
     return y
 
@@ -367,8 +391,18 @@ def _flat(x: Tensor, k: int) -> Tensor:
     return rows.as_strided((x.numel() // k, k), (ld, 1))
 
 
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones((), device=device)
+
+
 PROMOTE_K = 1 << 30
-"""From this many input features on e4m3 products are accumulated with promotion."""
+"""From this many input features on e4m3 products are accumulated with promotion: none.
+
+Measured (``benchmarks/prefill_gemm.py --depth``): at K = 28672 the tensor core's own sums are off by 4.4e-3 of the row,
+the e4m3 codes by 3.7e-2; together 0.7 % more than the codes alone. Promotion costs half of the speed.
+"""
 
 
 def linear_fp8(
@@ -391,9 +425,49 @@ def linear_fp8(
     if not flat.shape[0]:
         return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if "swiglu" in steps else 1)))
     codes, step = codes_of(flat, act, scaling, rms, eps)
+    rstd = None
+    if scaling == "row":
+        step, rstd = _one(x.device), step
     return _run(
-        x, codes, weight, residual, epilogue, k >= PROMOTE_K, step=step, channel=weight_scale,
+        x, codes, weight, residual, epilogue, k >= PROMOTE_K, step=step, channel=weight_scale, rstd=rstd,
         bias=bias if "bias" in steps else None, scale=scale,
+    )  # fmt: skip
+
+
+def mlp_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    act: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_act: Tensor,
+    down_bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    scale: float,
+    prologue: str,
+    epilogue: str,
+    scaling: str,
+) -> Tensor:
+    """linear_fp8 with SwiGLU, whose epilogue writes the e4m3 input of the second product. -> [..., M] like x."""
+    rms, steps = steps_of(prologue, epilogue)
+    flat = _flat(x, weight.shape[1])
+    m, inner = flat.shape[0], weight.shape[0] // 2
+    if not m:
+        return x.new_empty((*x.shape[:-1], down.shape[0]))
+    codes, step = codes_of(flat, act, scaling, rms, eps)
+    row = torch.empty((m, inner), dtype=torch.float8_e4m3fn, device=x.device)
+    row_step = torch.empty((), dtype=torch.float32, device=x.device)
+    config = choose(m, 2 * inner, True, weight.shape[1] >= PROMOTE_K, common.multiprocessors(x.device.index))
+    gemm(
+        codes, weight, row, config, "swiglu" if bias is None else "bias|swiglu", step=step, channel=weight_scale,
+        bias=bias, half=x.dtype == torch.float16, act=down_act, out_step=row_step, scaling=scaling,
+    )  # fmt: skip
+    return _run(
+        x, row, down, residual, epilogue, inner >= PROMOTE_K, step=row_step, channel=down_scale,
+        bias=down_bias if "bias" in steps else None, scale=scale,
     )  # fmt: skip
 
 
@@ -416,5 +490,9 @@ def linear_bf16(
     )
 
 
-LAUNCH: dict[str, Callable[..., Any]] = {"linear_fp8": linear_fp8, "linear_bf16": linear_bf16}
-ACCEPTS: dict[str, Callable[..., str | None]] = {"linear_fp8": accepts_fp8, "linear_bf16": accepts_bf16}
+LAUNCH: dict[str, Callable[..., Any]] = {"linear_fp8": linear_fp8, "linear_bf16": linear_bf16, "mlp_fp8": mlp_fp8}
+ACCEPTS: dict[str, Callable[..., str | None]] = {
+    "linear_fp8": accepts_fp8,
+    "linear_bf16": accepts_bf16,
+    "mlp_fp8": accepts_mlp,
+}

@@ -198,6 +198,34 @@ def linear_fp8(
     return finish(y, steps, bias, residual, scale).to(x.dtype)
 
 
+def mlp_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    act: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_act: Tensor,
+    down_bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    scale: float,
+    prologue: str,
+    epilogue: str,
+    scaling: str,
+) -> Tensor:
+    """Two linear_fp8 in float32; what lies between them is rounded to e4m3 alone."""
+    tail = (None, eps, 1.0, prologue, "swiglu" if bias is None else "bias|swiglu", scaling)
+    inner = linear_fp8(x.to(torch.float32), weight, weight_scale, act, bias, *tail)
+    if residual is not None:
+        residual = residual.to(torch.float32)
+    y = linear_fp8(
+        inner, down, down_scale, down_act, down_bias, residual, eps, scale, "", epilogue, scaling
+    )  # fmt: skip
+    return y.to(x.dtype)
+
+
 def packed_weight(
     packed: Tensor, precision: str, n: int, k: int, group: int, paired: bool, first: int, rows: int, dtype: torch.dtype
 ) -> Tensor:
@@ -210,5 +238,6 @@ LAUNCH = {
     "linear_exact": linear_exact,
     "linear_bf16": linear_bf16,
     "linear_fp8": linear_fp8,
+    "mlp_fp8": mlp_fp8,
     "linear_int4": linear_int4,
 }

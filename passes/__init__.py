@@ -35,6 +35,7 @@ REWRITE = (
     "choose_precision",
     "fold_gain",
     "pack_weights",
+    "fuse_mlp",
 )
 
 

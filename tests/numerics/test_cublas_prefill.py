@@ -26,6 +26,25 @@ def test_fp8_linear_is_the_reference(dtype, epilogue):
         assert torch.equal(states[0], states[1])
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_fp8_mlp_is_the_reference(bias):
+    n, k, out = 96, 64, 48
+    weights, down = formats.quantize_fp8(torch.randn(n, k) / k**0.5), formats.quantize_fp8(torch.randn(out, n // 2) / 7)
+    states = [torch.zeros(formats.FP8_STATE) for _ in range(4)]
+    b = torch.randn(n).bfloat16() if bias else None
+    for tokens in (1, 40):
+        x, residual = torch.randn(2, tokens, k).bfloat16(), torch.randn(2, tokens, out).bfloat16()
+        tail = (None, residual, 1e-5, 0.5, "rms", "residual", "delayed")
+        y = cublas_prefill.mlp_fp8(x, *weights, states[0], b, *down, states[1], *tail)
+        want = reference_linear.mlp_fp8(x, *weights, states[2], b, *down, states[3], *tail)
+        # the row between is rounded to bfloat16 first, which moves some of its codes by a step of 2^-3 at most
+        assert float((y.float() - want.float()).norm() / want.float().norm()) < 2e-2
+        torch.testing.assert_close(states[1], states[3], rtol=2**-8, atol=0.0)
+    refuses = cublas_prefill.ACCEPTS["mlp_fp8"]
+    assert "multiples of 16" in refuses(x, weights[0][:31], weights[1], states[0], b, *down, states[1], *tail)
+    assert "16 bits" in refuses(x.float(), *weights, states[0], b, *down, states[1], *tail)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("epilogue", ["", "bias|swiglu", "residual"])
 def test_int4_linear_is_the_reference_and_keeps_no_copy(dtype, epilogue):
@@ -77,8 +96,8 @@ def test_what_is_refused_says_why():
 
 
 def test_decode_kernels_come_first():
-    assert [c.name for c in TABLE["linear_fp8"]] == ["cuda", "cuda", "cpu", "reference"]
-    assert TABLE["linear_fp8"][1].launch is cublas_prefill.linear_fp8
+    assert [c.name for c in TABLE["linear_fp8"]] == ["cuda", "cuda", "cuda", "cpu", "reference"]
+    assert TABLE["linear_fp8"][2].launch is cublas_prefill.linear_fp8
 
 
 @pytest.mark.parametrize("k", [512, 4096, 32768])

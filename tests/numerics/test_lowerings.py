@@ -124,6 +124,10 @@ def samples():
         yield "linear_bf16", (x.bfloat16(), w.bfloat16(), *tail)
         yield "linear_int4", (x, f.pack_int4(f.quantize_int4(w, 32)), 32, 96, 32, *tail)
         yield "linear_fp8", (x, *f.quantize_fp8(w), f.fp8_state(), *tail, "delayed")
+        if "swiglu" in epilogue:
+            down, out = f.quantize_fp8(torch.randn(24, 16)), torch.randn(2, 3, 24)
+            mlp = (x, *f.quantize_fp8(w), f.fp8_state(), bias, *down, f.fp8_state(), None, out, eps, scale, prologue)
+            yield "mlp_fp8", (*mlp, "residual", "delayed")
         biases = [] if bias is None else [bias]
         yield "linear_exact", (x, [w], biases, torch.ones(96), residual, eps, scale, prologue, epilogue)
     packed = f.pack_int4(f.quantize_int4(torch.randn(32, 96), 32))
@@ -163,7 +167,7 @@ def test_schema_and_fake(index):
     """The schema says what is written, the fake says shape, dtype and strides (torch.library.opcheck)."""
     name, args = SAMPLES[index]
     # opcheck compares inputs before and after with allclose, which PyTorch does not have for e4m3.
-    utils = ("test_faketensor",) if name == "linear_fp8" else ("test_schema", "test_faketensor")
+    utils = ("test_faketensor",) if name in ("linear_fp8", "mlp_fp8") else ("test_schema", "test_faketensor")
     with torch.no_grad():
         torch.library.opcheck(ops.op(name), args, test_utils=utils)
 

@@ -100,8 +100,7 @@ model.layers.0.self_attn.q_proj: linear_fp8('rms', '', 'delayed') -> [1, 5, 128]
 model.layers.0.self_attn.q_proj: qkv_append() -> [[1, 4, 5, 16], [1, 2, 5, 16], [1, 2, 5, 16]]
 model.layers.0.self_attn: attention_prefill() -> [1, 5, 64]
 model.layers.0.self_attn.o_proj: linear_fp8('', 'residual', 'delayed') -> [1, 5, 64]
-model.layers.0.mlp: linear_fp8('rms', 'swiglu', 'delayed') -> [1, 5, 112]
-model.layers.0.mlp.down_proj: linear_fp8('', 'residual', 'delayed') -> [1, 5, 64]
+model.layers.0.mlp: mlp_fp8('rms', 'residual', 'delayed') -> [1, 5, 64]
 lm_head: linear_exact('rms', '') -> [1, 5, 131]""",
     )
 

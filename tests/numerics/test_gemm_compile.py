@@ -1,0 +1,184 @@
+"""The GEMM compiles here, without a GPU, for every shape of 8B and 70B inside its budget; its choices and refusals."""
+
+import pytest
+import torch
+from fu_compile.lowerings import TABLE, gemm_sm90, reference_linear
+from fu_compile.lowerings import decode_linear as common
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fu_compile import jit, ops
+
+FP8, BF16, F16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
+REGISTERS = 168
+"""What a thread of 384 starts with; setmaxnreg moves it to 232 and 40 (or 240 and 24)."""
+SHAPES = {
+    "8b": ((6144, 4096, ""), (4096, 4096, "residual"), (28672, 4096, "swiglu"), (4096, 14336, "residual")),
+    "70b": ((10240, 8192, ""), (8192, 8192, "residual"), (57344, 8192, "swiglu"), (8192, 28672, "residual")),
+}
+TOKENS = (1, 100, 500, 2048, 8192)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FU_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("FU_DISABLE_JIT", raising=False)
+
+
+def check(kernels: list[jit.Kernel]) -> None:
+    jit.warmup(kernels, progress=False)
+    for kernel in kernels:
+        used = kernel.cubin.resources
+        assert used.spill_stores == used.spill_loads == 0, (kernel.constants, used)
+        assert used.registers <= REGISTERS, (kernel.constants, used)
+        assert not used.serialized, kernel.constants
+
+
+def of_model(model: str, tokens: tuple[int, ...]) -> list[jit.Kernel]:
+    """What prefill of a model runs: FP8, FP8 with e4m3 output, BF16."""
+    found = []
+    for n, k, epilogue in SHAPES[model]:
+        fp8, bf16 = (dict.fromkeys(gemm_sm90.choose(m, n, kind) for m in tokens) for kind in (True, False))
+        found += [gemm_sm90.kernel(n, k, c, FP8, epilogue, out8=epilogue == "swiglu") for c in fp8]
+        found += [gemm_sm90.kernel(n, k, c, BF16, epilogue, row=epilogue != "residual") for c in bf16]
+    return found
+
+
+def test_kernels_of_8b_at_2048_tokens():
+    check(of_model("8b", (2048,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["8b", "70b"])
+def test_all_kernels(model):
+    check(of_model(model, TOKENS))
+
+
+@pytest.mark.slow
+def test_every_epilogue_and_promotion():
+    n, k = 1152, 896
+    kernels = []
+    for epilogue in ("bias", "bias|swiglu", "bias|residual"):
+        for config, *_ in gemm_sm90.CONFIGS:
+            kernels += [gemm_sm90.kernel(n, k, config, dtype, epilogue, row=True) for dtype in (BF16, FP8)]
+        kernels += [gemm_sm90.kernel(n, k, config, FP8, epilogue, row=True) for config, *_ in gemm_sm90.PROMOTED]
+        kernels.append(gemm_sm90.kernel(n, k, gemm_sm90.CONFIGS[0][0], F16, epilogue, half=True))
+    kernels.append(gemm_sm90.kernel(n, k, gemm_sm90.CONFIGS[0][0], BF16, "residual", squares=True))
+    check(kernels)
+
+
+def test_rows_kernels():
+    """What stands before a product; and a compiled multiplication is what it says: wgmma of the operands' type."""
+    kernels = [gemm_sm90.rows_kernel(k, 8, rms, True, False) for k in (576, 4096, 28672) for rms in (True, False)]
+    kernels.append(gemm_sm90.rows_kernel(4096, 8, True, False, True))
+    jit.warmup(kernels, progress=False)
+    for kernel in kernels:
+        assert kernel.cubin.resources.spill_stores == 0
+        assert kernel.cubin.resources.registers * kernel.shape.block <= 65536
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    m=st.integers(1, 40000),
+    n=st.integers(1, 8192).map(lambda i: 8 * i),
+    fp8=st.booleans(),
+    promote=st.booleans(),
+    swiglu=st.booleans(),
+    out8=st.booleans(),
+)
+def test_every_shape_has_a_configuration_that_fits(m, n, fp8, promote, swiglu, out8):
+    config = gemm_sm90.choose(m, n, fp8, promote)
+    assert config.promote == promote
+    assert gemm_sm90.smem(config, swiglu, out8) <= common.SMEM_MAX
+    assert gemm_sm90.stages(config, swiglu, out8) >= 3  # fewer do not cover a copy's latency
+    rows = config.tile_m // (64 if config.pingpong else 128)
+    assert rows * config.tile_n * (2 if promote else 1) <= 384  # accumulators of a thread
+
+
+def test_choice_follows_the_work():
+    assert gemm_sm90.choose(1, 4096).tile_m == 64  # most of a larger tile would be padding
+    assert gemm_sm90.choose(8192, 28672)[:3] == (128, 256, 2)
+    areas = [gemm_sm90.choose(m, 4096) for m in (1, 64, 256, 1024, 8192)]
+    sizes = [c.tile_m * c.tile_n for c in areas]
+    assert sizes == sorted(sizes)
+
+
+def arguments(op: str, **changed):
+    """Arguments that are ours on Hopper, some of them changed."""
+    n, k = changed.pop("n", 512), changed.pop("k", 256)
+    dtype = changed.pop("dtype", BF16)
+    x = torch.empty(2, 5, changed.pop("features", k), dtype=dtype)
+    steps = changed.pop("epilogue", "")
+    columns = n // 2 if "swiglu" in steps else n
+    bias = torch.empty(n, dtype=changed.pop("bias_dtype", dtype)) if "bias" in steps else None
+    residual = torch.empty(2, 5, changed.pop("residual", columns), dtype=dtype) if "residual" in steps else None
+    common_args = (bias, residual, 1e-5, 1.0, "rms", steps)
+    if op == "linear_bf16":
+        args = (x, torch.empty(n, k, dtype=changed.pop("weight_dtype", dtype)), *common_args)
+    else:
+        weight = torch.empty(n, k, dtype=changed.pop("weight_dtype", FP8))
+        if changed.pop("transposed", False):
+            weight = torch.empty(k, n, dtype=FP8).t()
+        args = (x, weight, torch.empty(n), torch.empty(24), *common_args, changed.pop("scaling", "delayed"))
+    assert not changed
+    return args
+
+
+@pytest.mark.parametrize(
+    ("op", "changed", "says"),
+    [
+        ("linear_fp8", {"scaling": "none"}, "not quantised"),
+        ("linear_fp8", {"weight_dtype": BF16}, "not e4m3"),
+        ("linear_fp8", {"transposed": True}, "not contiguous"),
+        ("linear_fp8", {"k": 264}, "multiple of 16 bytes"),
+        ("linear_fp8", {"dtype": torch.float32}, "not 16 bits"),
+        ("linear_fp8", {"n": 500}, "500 output features"),
+        ("linear_fp8", {"n": 520, "epilogue": "swiglu"}, "260 output features"),
+        ("linear_fp8", {"features": 128}, "the input has 128 features"),
+        ("linear_fp8", {"epilogue": "bias", "bias_dtype": torch.float32}, "bias has another dtype"),
+        ("linear_fp8", {"epilogue": "residual", "residual": 256}, "residual does not look like"),
+        ("linear_fp8", {"epilogue": "swiglu|residual"}, "SwiGLU with a residual"),
+        ("linear_bf16", {"weight_dtype": F16}, "the weight is torch.float16"),
+        ("linear_bf16", {"k": 36}, "multiple of 16 bytes"),
+        ("linear_bf16", {"k": 40000}, "up to 32768"),
+        # and what is ours everywhere but here
+        ("linear_fp8", {}, "written for Hopper"),
+        ("linear_bf16", {"epilogue": "bias|residual", "dtype": F16}, "written for Hopper"),
+    ],
+)
+def test_refusals_name_their_reason(op, changed, says):
+    with FakeTensorMode():
+        reason = gemm_sm90.ACCEPTS[op](*arguments(op, **changed))
+    assert reason is not None
+    assert says in reason
+
+
+def test_ours_on_hopper(monkeypatch):
+    monkeypatch.setattr(common, "unavailable", lambda device: None)
+    with FakeTensorMode():
+        for op in ("linear_fp8", "linear_bf16"):
+            for epilogue in reference_linear._EPILOGUES:
+                if "swiglu|residual" not in epilogue:
+                    assert gemm_sm90.ACCEPTS[op](*arguments(op, epilogue=epilogue)) is None
+
+
+def test_it_stands_before_the_others():
+    """In the table: behind the decode kernel (which takes unquantised activations only), before cuBLASLt."""
+    assert [c.launch.__module__.rpartition(".")[2] for c in TABLE["linear_fp8"] if c.name == "cuda"] == [
+        "linear_fp8_sm90", "gemm_sm90", "cublas_prefill"
+    ]  # fmt: skip
+    assert TABLE["linear_bf16"][0].launch is gemm_sm90.linear_bf16
+    assert TABLE["mlp_fp8"][0].launch is gemm_sm90.mlp_fp8
+    assert set(gemm_sm90.LAUNCH) <= set(ops.SCHEMAS)
+
+
+def test_shared_memory_is_checked_by_the_kernel(monkeypatch):
+    """The kernel does not compile with another sum than its own."""
+    from fu_compile.errors import LoweringError
+
+    kernel = gemm_sm90.kernel(64, 64, gemm_sm90.CONFIGS[0][0], BF16)
+    with pytest.raises(LoweringError, match="shared memory as the lowering computes it"):
+        jit.cubin(kernel.source, kernel.constants | {"SMEM": kernel.constants["SMEM"] - 8})
+    with pytest.raises(LoweringError, match="bytes of shared memory"):
+        gemm_sm90.kernel(64, 64, gemm_sm90.Config(128, 256, 1, True, stages=3), BF16)
