@@ -119,7 +119,8 @@ def calibrate_keys(model: nn.Module, input_ids: Iterable[Tensor]) -> KeyTables:
     best = min(tried, key=lambda e: tried[e])
     for weight, (mean, balance), error in zip(weights, tables[best], errors[best], strict=True):
         STORE.calibrate(weight, mean, balance, error)
-    return KeyTables(*zip(*tables[best], strict=True), best, tried, errors[best])  # type: ignore[arg-type]
+    chosen = tables[best]
+    return KeyTables(tuple(m for m, _ in chosen), tuple(b for _, b in chosen), best, tried, errors[best])
 
 
 def on_grid(first: Tensor, mean: Tensor, balance: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def _rewrite(
     if created:
         store = outputs(gm, insert(gm, write_k, "kv_store", (keys, kv_format), like=keys), 4)
     else:
-        shapes = formats.kv_shapes(*val.shape, kv_format)
+        shapes = formats.kv_shapes(val.shape[0], kv_heads, val.shape[2], dim, kv_format)
         store = [ctx.placeholder(gm, f"kv_{index}_{i}", val, *shape) for i, shape in enumerate(shapes)]
     tables = [ctx.placeholder(gm, f"kv_{index}_{4 + i}", val, (kv_heads, dim), torch.float32) for i in range(2)]
     cache = (keys, values, *store, *tables, position)
