@@ -35,11 +35,11 @@ using F = Form<HALF, Codes::OFFSET>;
 constexpr int WARPS = WN * WK, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32, PASS = WN * S, STEP = WK * CHUNK;
 constexpr int TILE = fu::int4_tile_bytes(GROUP), GROUPS = fu::kTileK / GROUP;
 constexpr int STRIPS = (N + 15) / 16, TILES = (K + 127) / 128, UNITS = FU_GRID / CLUSTER, TAIL = K % 128;
-// Steps of the main loop that the compiler may interleave: what is not needed yet waits in shared memory.
-constexpr int HOISTED = S * NB <= 4 ? 4 : NB == 1 ? 2 : 1;
 // Few tokens: every warp takes the sums of x for itself, with tensor cores that have time; else the last warp does.
 constexpr bool OWN_SUMS = NB <= 2;
 constexpr bool ONE_PASS = (STRIPS + UNITS - 1) / UNITS <= PASS;
+// Steps of the main loop that the compiler may interleave; more than these spill.
+constexpr int HOISTED = S * NB <= 4 ? 4 : NB > 1 && (!ONE_PASS || (NB == 2 && GROUPS > 1)) ? 1 : 2;
 constexpr bool DIRECT = CLUSTER == 1 && WK == 1;  // a warp's registers hold finished sums
 static_assert(CLUSTER == 1 || ONE_PASS, "a cluster makes one pass");
 static_assert(THREADS <= 384, "two blocks on a multiprocessor");
@@ -148,29 +148,32 @@ DEVICE void multiply(f32x4 (&acc)[S][NB], u32 weights, u32 x, u32 xsum, int lane
 #pragma unroll HOISTED
         for (int i = 0; i < 4 / GROUPS; ++i) {
             const int c = gi * (4 / GROUPS) + i;
-            u32x4 b[NB];
+            u32 a[S][2][4];
 #pragma unroll
-            for (int nb = 0; nb < NB; ++nb) b[nb] = ld_shared_v4(x + nb * 8 * PITCH + c * 64);
-            u32 words[S][2];
+            for (int s = 0; s < S; ++s) {
+                u32 low, high;
+                ld_shared_v2(at + s * CHUNK * TILE + c / 2 * fu::kVectorBytes + c % 2 * 8, low, high);
+                F::dequantise(low, a[s][0]);
+                F::dequantise(high, a[s][1]);
+            }
+            constexpr int PAIR = NB > 1 ? 2 : 1;  // neighbouring mma do not wait for each other's sums
 #pragma unroll
-            for (int s = 0; s < S; ++s)
-                ld_shared_v2(at + s * CHUNK * TILE + c / 2 * fu::kVectorBytes + c % 2 * 8, words[s][0], words[s][1]);
+            for (int first = 0; first < NB; first += PAIR) {
+                u32x4 b[PAIR];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {  // outside: neighbouring mma do not wait for each other's sums
+                for (int i = 0; i < PAIR; ++i) b[i] = ld_shared_v4(x + (first + i) * 8 * PITCH + c * 64);
 #pragma unroll
-                for (int s = 0; s < S; ++s) {
-                    u32 a[4];
-                    F::dequantise(words[s][half], a);
+                for (int half = 0; half < 2; ++half)
 #pragma unroll
-                    for (int nb = 0; nb < NB; ++nb)
-                        mma_m16n8k16<HALF>(sum[s][nb], a[0], a[1], a[2], a[3], half ? b[nb].z : b[nb].x,
-                                           half ? b[nb].w : b[nb].y);
-                }
-                if (OWN_SUMS)
+                    for (int i = 0; i < PAIR; ++i) {
+                        const u32 b0 = half ? b[i].z : b[i].x, b1 = half ? b[i].w : b[i].y;
 #pragma unroll
-                    for (int nb = 0; nb < NB; ++nb)
-                        mma_m16n8k16<HALF>(ones[nb], F::ONE_LOW, F::ONE_LOW, F::ONE_LOW, F::ONE_LOW,
-                                           half ? b[nb].z : b[nb].x, half ? b[nb].w : b[nb].y);
+                        for (int s = 0; s < S; ++s)
+                            mma_m16n8k16<HALF>(sum[s][first + i], a[s][half][0], a[s][half][1], a[s][half][2],
+                                               a[s][half][3], b0, b1);
+                        if (OWN_SUMS)
+                            mma_m16n8k16<HALF>(ones[first + i], F::ONE_LOW, F::ONE_LOW, F::ONE_LOW, F::ONE_LOW, b0, b1);
+                    }
             }
         }
         GroupScale q[S];
@@ -194,8 +197,10 @@ DEVICE f32x4 times(f32x4 v, u32 smem, int token) {
 }
 }  // namespace
 
-// Two blocks leave room for a block of rms_rows.
-extern "C" __global__ void __maxnreg__(THREADS > 256 ? 80 : 112)
+// Two blocks of up to 16 tokens leave room for a block of rms_rows.
+extern "C" __global__ void __maxnreg__(THREADS > 256 ? 80
+                                       : NB == 4     ? 128
+                                                     : 112)
     FU_KERNEL(const u16* __restrict__ x, const u8* __restrict__ weight, const float* __restrict__ rstd,
               const u16* __restrict__ bias, const u16* __restrict__ residual, u16* __restrict__ y, int m, int ldx,
               int ldr, float, float scale) {
@@ -203,8 +208,8 @@ extern "C" __global__ void __maxnreg__(THREADS > 256 ? 80 : 112)
     const u32 smem = cvta_to_shared(shared);
     const int warp = warp_index(), lane = threadIdx.x & 31;
     const int rank = CLUSTER > 1 ? int(cluster_ctarank()) : 0, unit_id = int(blockIdx.x) / CLUSTER;
-    Split p = {int((long long)STRIPS * unit_id / UNITS), int((long long)STRIPS * (unit_id + 1) / UNITS),
-               TILES * rank / CLUSTER, TILES * (rank + 1) / CLUSTER, 0};
+    Split p = {int(u32(STRIPS * unit_id) / UNITS), int(u32(STRIPS * (unit_id + 1)) / UNITS), TILES * rank / CLUSTER,
+               TILES * (rank + 1) / CLUSTER, 0};
     p.steps = (p.tile_end - p.tile_begin + STEP - 1) / STEP;
     griddepcontrol_launch_dependents();
 
@@ -216,7 +221,7 @@ extern "C" __global__ void __maxnreg__(THREADS > 256 ? 80 : 112)
     } walk = {p.strip_begin + wn * S, p.tile_begin + wk * CHUNK};
     const u64 policy = createpolicy_evict_first();
     auto fill = [&](int slot) {  // by one lane; into L2 alone when there is no slot
-        if (walk.strip - wn * S >= p.strip_end) return;
+        if (ONE_PASS ? walk.tile - wk * CHUNK >= p.tile_end : walk.strip - wn * S >= p.strip_end) return;
         const int bytes = min(CHUNK, p.tile_end - walk.tile) * TILE;
         const int count = bytes > 0 ? min(S, p.strip_end - walk.strip) : 0;
         const u8* from = weight + ((long long)walk.strip * TILES + walk.tile) * TILE;
@@ -232,7 +237,8 @@ extern "C" __global__ void __maxnreg__(THREADS > 256 ? 80 : 112)
             else
                 cp_async_bulk(ring + slot * SLOT + s * CHUNK * TILE, from, bytes, bar, policy);
         walk.tile += STEP;
-        if (walk.tile - wk * CHUNK >= p.tile_end) walk.tile = p.tile_begin + wk * CHUNK, walk.strip += PASS;
+        if (!ONE_PASS && walk.tile - wk * CHUNK >= p.tile_end)
+            walk.tile = p.tile_begin + wk * CHUNK, walk.strip += PASS;
     };
     if (warp == WARPS) {
         if (lane < XSLOTS) {
@@ -268,7 +274,7 @@ extern "C" __global__ void __maxnreg__(THREADS > 256 ? 80 : 112)
     const u32 xs = smem + X + (lane >> 2) * PITCH + (lane & 3) * 16 + wk * CHUNK * 256;
     int slot = 0, xslot = 0;
     u32 parity = 0, xparity = 0;
-    for (int first = p.strip_begin; first < p.strip_end; first += PASS) {
+    for (int first = p.strip_begin; first < p.strip_end; first += ONE_PASS ? N : PASS) {
         const int count = min(PASS, p.strip_end - first);
         f32x4 acc[S][NB] = {};
         for (int step = 0; step < p.steps; ++step) {

@@ -38,24 +38,28 @@ def logits(m: torch.nn.Module, **kwargs: object) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_generate(dtype, rest):
     runs = {}
-    for lowering in ("auto", "reference"):
+    for lowering, kind in (("auto", dtype), ("reference", dtype), ("reference", torch.float32)):
         torch._dynamo.reset()
-        m = model(config("llama", **SHAPE), dtype).to("cuda")
+        m = model(config("llama", **SHAPE), kind).to("cuda")
         m.compile(backend="futransformer", options={"rest": rest, "lowering": lowering})
-        runs[lowering] = logits(m, cache_implementation="static")
+        runs[lowering, kind] = logits(m, cache_implementation="static")
         assert fu_compile.report(m).counters["decode_calls"] == 7
         used = {name for g in fu_compile.report(m).graphs for name, _ in g.lowerings.values()}
         if lowering == "auto" and torch.cuda.get_device_capability() == (9, 0):
             assert "cuda" in used
-    (a, tokens), (b, expected) = runs["auto"], runs["reference"]
-    assert torch.isfinite(a).all()
-    # The first step's logits come from the same prefill; later ones may differ where tokens differ, so they are
-    # compared up to the first difference. Kernels may differ by two roundings a projection, 8 projections deep.
+    assert torch.isfinite(runs["auto", dtype][0]).all()
+    # Random weights amplify every rounding (and FP8's and INT4's most), so the measure is the reference itself: the
+    # kernels may part from it by no more than it parts from its own float32 run, whose activations are not rounded.
+    reference = runs["reference", dtype]
+    assert apart(runs["auto", dtype], reference) < apart(reference, runs["reference", torch.float32])
+
+
+def apart(a, b) -> float:
+    """Relative distance of the logits, up to the first token that differs: later ones have another input."""
+    (a, tokens), (b, expected) = a, b
     same = (tokens == expected).cumprod(1).bool()
     steps = torch.cat((torch.ones_like(same[:, :1]), same[:, :-1]), 1).T
-    error = (a - b)[steps].norm() / b[steps].norm()
-    assert error < 0.05, float(error)
-    assert same[:, :2].all()
+    return float((a - b)[steps].norm() / b[steps].norm())
 
 
 def filled(m, length=60, slots=140, batch=2):
@@ -134,8 +138,9 @@ def test_rms_norm(dtype, k):
         w = torch.rand(k, device="cuda").to(dtype) + 0.5
         assert rms_norm_sm90.accepts(x, w, 1e-5) is None
         y, want = rms_norm_sm90.launch(x, w, 1e-5), reference_block.rms_norm(x, w, 1e-5)
-        # Another order of summation may move a value across a rounding: by one, and then the gain's product by two.
-        torch.testing.assert_close(y, want, rtol=2 ** (-7 if dtype == torch.bfloat16 else -10), atol=0)
+        # Another order of summation may move a value across a rounding, which is 2^-7 of a bfloat16 at most; the two
+        # products with the gain are then rounded themselves, half of that each.
+        torch.testing.assert_close(y, want, rtol=2 * 2 ** (-7 if dtype == torch.bfloat16 else -10), atol=0)
         assert float((y != want).float().mean()) < 0.01
 
 
