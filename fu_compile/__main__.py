@@ -495,7 +495,7 @@ def _quantize(chosen: argparse.Namespace) -> int:
         overrides=overrides, calibration=batches if calibrated else None, resume=partial if calibrated else None,
         progress=not chosen.quiet, device=compute if calibrated and compute != "cpu" else None,
     )  # fmt: skip
-    if chosen.fp8_scales:
+    if chosen.fp8_scales and batches is not None:
         fu_compile.compile(model.to(compute), fp8_scaling="static", kv_cache="model", rest="eager")
         fu_compile.calibrate_fp8(model, batches, progress=not chosen.quiet)
     fu_compile.save(model, chosen.out)

@@ -277,7 +277,7 @@ def plan(model: nn.Module, options: Options, overrides: Sequence[tuple[str, Any]
     for name, module in modules.items():
         inside = in_decoder_layer(name)
         if isinstance(module, nn.Linear) and (inside or module is head):
-            entry = next((e for p, e in overrides or options.overrides if fnmatchcase(name, p)), {})
+            entry: Any = next((e for p, e in overrides or options.overrides if fnmatchcase(name, p)), {})
             base, more = ("int4" if inside else options.lm_head), entry if isinstance(entry, Mapping) else {}
             precision = entry if isinstance(entry, str) else base
             wanted[name] = precision, more.get("group_size", options.group_size)
