@@ -6,8 +6,12 @@
       "quant_method": "futransformer", "format": 1, "method": "rtn", "made_by": "0.1.0",
       "blocks": {"model.layers.0.self_attn.q_proj": {"precision": "int4", "k": 4096, "group": 128, "paired": false,
                                                       "members": [["...q_proj", 4096], ["...k_proj", 1024], ...]}, ...},
-      "hashes": {"model.layers.0.self_attn.q_proj.block.packed": "sha256...", ...}
+      "hashes": {"model.layers.0.self_attn.q_proj.block.packed": "sha256...", ...},
+      "fp8_scales": {"model.layers.0.mlp.down_proj.block.packed": 0.0125, ...}
     }
+
+``fp8_scales``: static scales of projection inputs (fu_compile.fp8); a model that is not packed has a manifest with
+these alone.
 
 Loading makes the model on the meta device, replaces the linears there and assigns the stored bytes: no floating weight
 of a packed layer ever exists. transformers has no entry point for quantisers: a process that has not imported
