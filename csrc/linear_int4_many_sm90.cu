@@ -38,9 +38,10 @@ constexpr int STRIPS = (N + 15) / 16, TILES = (K + 127) / 128, UNITS = FU_GRID /
 // Few tokens: every warp takes the sums of x for itself, with tensor cores that have time; else the last warp does.
 constexpr bool OWN_SUMS = NB <= 2;
 constexpr bool ONE_PASS = (STRIPS + UNITS - 1) / UNITS <= PASS;
-// Steps of the main loop that the compiler may interleave; more than these spill.
-constexpr int HOISTED = S * NB <= 4 ? 4 : NB > 1 && (!ONE_PASS || (NB == 2 && GROUPS > 1)) ? 1 : 2;
 constexpr bool DIRECT = CLUSTER == 1 && WK == 1;  // a warp's registers hold finished sums
+// Steps of the main loop that the compiler may interleave; more than these spill.
+constexpr bool TIGHT = NB == 4 ? !(DIRECT && ONE_PASS) : NB == 2 && !(ONE_PASS && GROUPS == 1);
+constexpr int HOISTED = S * NB <= 4 ? 4 : TIGHT ? 1 : 2;
 static_assert(CLUSTER == 1 || ONE_PASS, "a cluster makes one pass");
 static_assert(THREADS <= 384, "two blocks on a multiprocessor");
 static_assert(TOKENS <= 32, "a lane has a row's rstd");
@@ -207,7 +208,7 @@ extern "C" __global__ void __maxnreg__(THREADS > 256 ? 80
     extern __shared__ __align__(128) u8 shared[];
     const u32 smem = cvta_to_shared(shared);
     const int warp = warp_index(), lane = threadIdx.x & 31;
-    const int rank = CLUSTER > 1 ? int(cluster_ctarank()) : 0, unit_id = int(blockIdx.x) / CLUSTER;
+    const int rank = int(blockIdx.x) % CLUSTER, unit_id = int(blockIdx.x) / CLUSTER;  // uniform: no register
     Split p = {int(u32(STRIPS * unit_id) / UNITS), int(u32(STRIPS * (unit_id + 1)) / UNITS), TILES * rank / CLUSTER,
                TILES * (rank + 1) / CLUSTER, 0};
     p.steps = (p.tile_end - p.tile_begin + STEP - 1) / STEP;
