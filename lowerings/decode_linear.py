@@ -146,6 +146,33 @@ def launch(
     return y
 
 
+def in_parts(
+    x: Tensor,
+    n: int,
+    k: int,
+    residual: Tensor | None,
+    epilogue: str,
+    most: int,
+    run: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
+) -> Tensor:
+    """``run(x, residual, y)`` for at most ``most`` tokens at a time; with more, y is its part of the output.
+
+    Returns:
+        [..., N], or [..., N/2] with swiglu, in x's dtype.
+    """
+    tokens, columns = x.numel() // k, n // 2 if "swiglu" in epilogue else n
+    if tokens <= most:
+        return run(x, residual, None)
+    y = x.new_empty((*x.shape[:-1], columns))
+    parts = [x.reshape(tokens, k).split(most), y.view(tokens, columns).split(most)]
+    added = [None] * len(parts[0])
+    if residual is not None and "residual" in epilogue:
+        added = residual.reshape(tokens, columns).split(most)
+    for part, out, more in zip(*parts, added, strict=True):
+        run(part, more, out)
+    return y
+
+
 def flags(half: bool, prologue: str, epilogue: str) -> dict[str, int]:
     """The constants that every decode linear has."""
     steps = epilogue.split("|")

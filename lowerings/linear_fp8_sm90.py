@@ -79,19 +79,11 @@ def launch(
 ) -> Tensor:
     """The operator ``linear_fp8`` with ``scaling="none"`` on the current CUDA stream."""
     n, k = weight.shape
-    columns = n // 2 if "swiglu" in epilogue else n
-    tokens = x.numel() // k
-    y = x.new_empty((*x.shape[:-1], columns))
-    rows, out = x.reshape(tokens, k), y.view(tokens, columns)
-    added = residual.reshape(tokens, columns) if residual is not None and "residual" in epilogue else None
-    sms = common.multiprocessors(x.device.index)
-    for first in range(0, tokens, 8):
-        part = rows[first : first + 8]
-        run = kernel(
-            n, k, next(b for b in TOKENS if part.shape[0] <= b), x.dtype == torch.float16, prologue, epilogue, sms
-        )
-        more = None if added is None else added[first : first + 8]
-        common.launch(
-            run, part, weight, n, k, bias, more, eps, scale, epilogue, out[first : first + 8], (weight_scale,)
-        )
-    return y
+    sms, half = common.multiprocessors(x.device.index), x.dtype == torch.float16
+
+    def run(x: Tensor, residual: Tensor | None, y: Tensor | None) -> Tensor:
+        bound = next(b for b in TOKENS if x.numel() // k <= b)
+        made = kernel(n, k, bound, half, prologue, epilogue, sms)
+        return common.launch(made, x, weight, n, k, bias, residual, eps, scale, epilogue, y, (weight_scale,))
+
+    return common.in_parts(x, n, k, residual, epilogue, TOKENS[-1], run)

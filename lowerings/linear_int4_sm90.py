@@ -356,23 +356,14 @@ def launch(
     gain: Tensor | None = None,
 ) -> Tensor:
     """The operator ``linear_int4`` on the current CUDA stream."""
-    columns, tokens, most = n // 2 if "swiglu" in epilogue else n, x.numel() // k, TOKENS[-1]
     sms, half = common.multiprocessors(x.device.index), x.dtype == torch.float16
 
-    def run(tokens: int, x: Tensor, residual: Tensor | None, y: Tensor | None = None) -> Tensor:
-        made = kernel(n, k, group, tokens, half, prologue, epilogue, sms, gain is not None)
+    def run(x: Tensor, residual: Tensor | None, y: Tensor | None) -> Tensor:
+        made = kernel(n, k, group, x.numel() // k, half, prologue, epilogue, sms, gain is not None)
         many = made.source == SOURCES["many"]
         return launch_with(made, many, x, packed, n, k, bias, residual, eps, scale, prologue, epilogue, gain, y)
 
-    if tokens <= most:
-        return run(tokens, x, residual)
-    y = x.new_empty((*x.shape[:-1], columns))
-    rows, out = x.reshape(tokens, k), y.view(tokens, columns)
-    added = residual.reshape(tokens, columns) if residual is not None and "residual" in epilogue else None
-    for i in range(0, tokens, most):
-        part = slice(i, i + most)
-        run(min(most, tokens - i), rows[part], None if added is None else added[part], out[part])
-    return y
+    return common.in_parts(x, n, k, residual, epilogue, TOKENS[-1], run)
 
 
 def launch_with(
