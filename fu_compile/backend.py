@@ -41,7 +41,7 @@ from .options import Options
 from .passes.packed_linear import rows_of
 from .report import GraphReport, ModelReport, memory_of, new_record, store_of, unwrap
 from .runtime import CompiledGraph, Signature, Size
-from .weights import restore_scales
+from .weights import STORE, restore_scales
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ def compile(  # the name torch uses
     check(model)
     restore_scales(model)
     new_record(type(model).__name__, resolved, model, *model.parameters())
+    STORE.adopt(model)
     model.compile(backend=futransformer, dynamic=dynamic, fullgraph=fullgraph, options=resolved)
     return model
 
@@ -169,7 +170,7 @@ def keep_kv(captured: Captured, example_inputs: Sequence[Any], centred: bool = T
 
     centred: with the key tables that the runtime would use, calibrated or from the weights; else without any.
     """
-    from .weights import STORE, key_risk, key_tables, measured_risk
+    from .weights import key_risk, key_tables, measured_risk
 
     kept = {}
     parameters: dict[str, Any] = {i.name: example_inputs[i.index] for i in captured.inputs if i.kind == "parameter"}

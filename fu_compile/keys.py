@@ -135,17 +135,29 @@ def on_grid(first: Tensor, mean: Tensor, balance: Tensor) -> Tensor:
 def first_keys(model: nn.Module) -> list[Tensor]:
     """The keys at position 0, a mean over some random tokens: [Hkv, D] float32 by layer.
 
-    Behind the first layers the first token's key hardly depends on which token it is. One call of the model in eager
-    with one token in each of FIRST sequences; the same for the same model.
+    Behind the first layers the first token's key hardly depends on which token it is. One eager call of the model with
+    FIRST sequences of one token; the same for the same model.
+
+    Raises:
+        NoLlamaBlockError: there are no decoder layers, or attention that reads more than its keys (learned sinks).
     """
     decoder = calibration.decoder_layers(model)[0]
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     ids = torch.randint(vocabulary, (FIRST, 1), generator=torch.Generator().manual_seed(0))
-    sums = _Sums()
-    with _probing(decoder, sums):
-        for row in ids:
-            decoder(input_ids=row[None].to(next(model.parameters()).device), use_cache=False)
-    return sums.first()
+    found: dict[int, Tensor] = {}
+
+    def probe(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        if kwargs.get("s_aux") is not None or key.shape[2] != 1:
+            raise NoLlamaBlockError("attention that reads more than its keys", where=type(module).__name__)
+        found[_layer(module)] = key[:, :, 0].to(torch.float32).mean(0)
+        # The only token attends to itself.
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
+
+    with _probing(decoder, probe):
+        decoder(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
+    return [found[layer] for layer in sorted(found)]
 
 
 def tables_of(model: nn.Module, kv_heads: int, head_dim: int) -> KeyTables:
@@ -176,12 +188,12 @@ def tables_of(model: nn.Module, kv_heads: int, head_dim: int) -> KeyTables:
             found.append(key_tables((q_heads, kv_heads, head_dim), weights, biases, frequencies))
         else:
             found.append(formats.kv_tables(kv_heads, head_dim, weights[0].device))
-    if estimated and not any(p.is_meta for p in model.parameters()):
-        first = first_keys(model)
-        if len(first) == len(found):  # else: layers that share keys, or attention of another kind beside
-            for i in estimated:
+    if estimated:
+        for i, weight in enumerate(key_weights(model)):
+            first = STORE.first_key(weight, model)
+            if i in estimated and first is not None:
                 mean, balance = found[i]
-                found[i] = on_grid(first[i].to(mean.device), mean, balance), balance
+                found[i] = on_grid(first.to(mean.device), mean, balance), balance
     return KeyTables(tuple(m for m, _ in found), tuple(b for _, b in found))
 
 
@@ -226,6 +238,19 @@ def _biases(parts: list[Any]) -> list[Tensor]:
 def _stored(projection: Any) -> Tensor:
     """The tensor that holds a projection's weight: the parameter, or the packed block that it is part of."""
     return projection.block.packed if hasattr(projection, "block") else projection.weight
+
+
+def first_by_weight(model: nn.Module) -> dict[int, Tensor]:
+    """:func:`first_keys` by the id of the keys' weights; empty where the model cannot be asked."""
+    weights = key_weights(model)
+    if any(p.is_meta for p in model.parameters()) or model.training:
+        return {}
+    try:
+        first = first_keys(model)
+    except NoLlamaBlockError:
+        return {}
+    # Layers that share keys, or attention of another kind beside: then it is not clear whose key is whose.
+    return {id(w): k for w, k in zip(weights, first, strict=True)} if len(first) == len(weights) else {}
 
 
 def key_weights(model: nn.Module) -> list[Tensor]:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from . import formats
 from .caches import COPIES, Copy, KVSpec, too_short
 from .errors import CacheMismatchError, MetaParameterError, WeightsChangedError
+from .keys import on_grid
 from .lowerings.dense import dense_bytes
 from .report import GraphReport
 from .weights import STORE, PackSpec, Sample, key_risk, key_tables, measured_risk
@@ -153,7 +154,9 @@ def _tables(spec: KVSpec, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
         tables = formats.kv_tables(spec.heads[1], spec.heads[2], device)
     norm = None if spec.key_norm is None else args[spec.key_norm]
     _refuse(spec, key_risk(weights, biases, norm, spec.heads, inv_freq, tables) if rotated else None)  # type: ignore[arg-type]
-    return tables  # type: ignore[return-value]
+    mean, balance = tables
+    first = STORE.first_key(sources[min(1, len(sources) - 1)]) if sources and rotated else None
+    return (mean if first is None else on_grid(first.to(mean), mean, balance)), balance
 
 
 def _refuse(spec: KVSpec, reason: str | None) -> None:

@@ -345,7 +345,10 @@ class WeightStore:
         self.repacks = 0
         self.generation = 0
         """Grows when an uncounted write is found: whoever holds constants asks again."""
+        # By the tensor that the keys of a layer are computed with: calibrated tables, the model, (version, first key).
         self._keys: Any = torch.utils.weak.WeakTensorKeyDictionary()
+        self._owners: Any = torch.utils.weak.WeakTensorKeyDictionary()
+        self._first: Any = torch.utils.weak.WeakTensorKeyDictionary()
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
         """The bindings of all graphs: ``release(ids)`` lets go of what was made from parameters that were repacked."""
 
@@ -392,6 +395,34 @@ class WeightStore:
         """Keeps tables for the layer whose keys come from this parameter (or packed block); bound graphs ask again."""
         self._keys[key_weight] = CalibratedKeys(mean, balance, error, version(key_weight))
         self.generation += 1
+
+    def adopt(self, model: torch.nn.Module) -> None:
+        """Remembers whose weights these are: where nobody calibrates, the model is asked for its first token's keys."""
+        from .keys import key_weights
+
+        for weight in key_weights(model):
+            self._owners[weight] = weakref.ref(model)
+
+    def first_key(self, weight: Tensor, model: torch.nn.Module | None = None) -> Tensor | None:
+        """The key at position 0 of the layer with this key weight, [Hkv, D] f32 (keys.first_keys), or none.
+
+        ``model``: whose weight it is; none: the one that was adopted. A model is asked once for each version of the
+        weight, in eager.
+        """
+        from .keys import first_by_weight, key_weights
+
+        known = self._first.get(weight)
+        if known is not None and known[0] == version(weight):
+            return known[1]
+        if model is None:
+            owner = self._owners.get(weight)
+            model = None if owner is None else owner()
+        if model is None:
+            return None
+        found = first_by_weight(model)
+        for other in key_weights(model):
+            self._first[other] = version(other), found.get(id(other))
+        return found.get(id(weight))
 
     def calibrated(self, weights: Sequence[Tensor]) -> CalibratedKeys | None:
         """The tables that were measured with these weights of q, k and v (joined or not), or none."""

@@ -30,6 +30,7 @@ from transformers import Qwen2Config
 import fu_compile
 from fu_compile import formats
 from fu_compile.errors import HeadDimError, WeightsChangedError
+from fu_compile.keys import tables_of
 
 SMALL = {
     "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 2,
@@ -83,13 +84,13 @@ def fp8_input(module, args):
     return (codes.float() * scale,)
 
 
-def as_int4(cache):
-    """A copy of a static cache whose finished pages hold what INT4 keeps of them."""
+def as_int4(cache, made):
+    """A copy of a static cache whose finished pages hold what INT4 keeps of them, with the model's key tables."""
     cache = copy.deepcopy(cache)
-    for layer in cache.layers:
+    found = tables_of(made, *cache.layers[0].keys.shape[1::2])
+    for layer, *tables in zip(cache.layers, found.means, found.balances, strict=True):
         rows = slice(0, int(layer.cumulative_length) // formats.PAGE * formats.PAGE)
         k, v = layer.keys[:, :, rows], layer.values[:, :, rows]
-        tables = formats.kv_tables(k.shape[1], k.shape[3])
         layer.keys[:, :, rows] = formats.decode_keys(*formats.encode_keys(k, *tables), *tables)
         layer.values[:, :, rows] = formats.decode_rows(*formats.encode_rows(v))
     return cache
@@ -104,7 +105,7 @@ def check_decode(made, kind, tokens, new=6, batch=2):
     first = step(made, ids, cache)
     assert (first - step(eager, ids, caches(eager, tokens + new)[kind])).abs().max() < EXACT
     plain = copy.deepcopy(cache)
-    seen = as_int4(cache) if kind == "static" else copy.deepcopy(cache)
+    seen = as_int4(cache, made) if kind == "static" else copy.deepcopy(cache)
     got = steps(made, more, cache)
     assert (got - steps(reference, more, seen)).abs().max() < EXACT
     assert "linear_int4" in operators(made, "decode")

@@ -215,6 +215,36 @@ def test_single_tokens_find_the_first_key():
         assert error < without / 2
 
 
+def test_compiled_models_are_asked_when_their_weights_are_packed():
+    """fu_compile.compile knows the model: the copies of its static caches have the first token's key on the grid."""
+    model = fu_compile.compile(llama(), **ASK)
+    cache = static_cache(model, 100)
+    step(model, cache, text(1, 70))
+    step(model, cache, text(1, 1))
+    want = keys.tables_of(model, 2, 16)
+    for layer, mean in zip(cache.layers, want.means, strict=True):
+        assert mean.any()
+        assert torch.equal(COPIES.find(layer.keys, layer.values).tables[0], mean)
+    assert model._compiled_call_impl is not None
+    # Under the plain backend string nobody knows the model: tables come from the weights alone.
+    other = llama()
+    other.compile(backend="futransformer", options=ASK)
+    cache = static_cache(other, 100)
+    step(other, cache, text(1, 70))
+    step(other, cache, text(1, 1))
+    assert not any(COPIES.find(layer.keys, layer.values).tables[0].any() for layer in cache.layers)
+
+
+def test_a_changed_weight_is_asked_again():
+    model = llama()
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    before = STORE.first_key(weight, model)
+    assert torch.equal(STORE.first_key(weight), before)  # remembered
+    weight.mul_(2.0)
+    torch.testing.assert_close(STORE.first_key(weight, model), 2 * before)
+    assert STORE.first_key(torch.zeros(3)) is None
+
+
 def test_models_without_values_have_tables_too():
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
