@@ -164,9 +164,12 @@ TOKENS = (1, 17, 127, 129, 300, 700)
 CONFIGS = tuple(
     dict.fromkeys(
         [
-            *(entry[0] for entry in gemm.CONFIGS + gemm.PROMOTED),
+            gemm.PAIR,
+            *(entry[0] for entry in gemm.SMALL + gemm.PROMOTED),
+            gemm.TOGETHER,
+            gemm.TURNS,
+            Config(128, 192, 1, True),
             Config(128, 128, 2, True),
-            Config(128, 192, 2, True),
             Config(64, 256, 2, True),
             Config(256, 128, 2, False),
             Config(256, 192, 2, False),
@@ -196,6 +199,18 @@ def fits(g: Gemm, c: Config, dtype: torch.dtype) -> bool:
     return gemm.smem(c, *how) <= gemm.SMEM_MAX and gemm.stages(c, *how) >= 3 and (not c.promote or dtype == FP8)
 
 
+def small_cases() -> list[tuple[Gemm, Config, torch.dtype]]:
+    """What a check runs: everything in the first configuration, what is ragged or long in every other."""
+    ragged = [g for g in SMALL if "ragged" in g.name]
+    return [
+        (g, c, d)
+        for c in CONFIGS
+        for g in (*(SMALL if c == CONFIGS[0] else ragged), *LONG)
+        for d in (BF16, FP8)
+        if fits(g, c, d)
+    ]
+
+
 def kernels(cases: Sequence[tuple[Gemm, Config, torch.dtype]]) -> list[jit.Kernel]:
     return [
         gemm.kernel(
@@ -214,7 +229,7 @@ def check_one(g: Gemm, m: int, config: Config, dtype: torch.dtype) -> tuple[floa
 
 def check(args: argparse.Namespace) -> None:
     """Small shapes, all configurations; prints what is wrong and a line per configuration."""
-    cases = [(g, c, d) for c in CONFIGS for g in SMALL + LONG for d in (BF16, FP8, F16) if fits(g, c, d)]
+    cases = small_cases()
     jit.warmup(kernels(cases), progress=False)
     print(f"{len(cases)} kernels", flush=True)
     worst: dict[Any, float] = {}
@@ -323,7 +338,9 @@ def measure(args: argparse.Namespace, save: Callable[[list[dict[str, Any]]], Non
     card = Watch()
     out: list[dict[str, Any]] = []
     todo = [(g, m, d) for m in args.tokens for d in (FP8, BF16) for g in gemms(args.model, d == FP8)]
-    config = {(g, m): gemm.choose(m, g.n, d == FP8) for g, m, d in todo}
+    if args.bars:  # gate_up at every number of tokens, all four where most is known about the peers
+        todo = [t for t in todo if t[0].name == "gate_up" or t[1] == 8192]
+    config = {(g, m): gemm.choose(m, g.n, g.epilogue == "swiglu") for g, m, _ in todo}
     jit.warmup(kernels([(g, config[g, m], d) for g, m, d in todo]), progress=False)
     for g, m, dtype in todo:
         if args.only and g.name not in args.only:
@@ -332,7 +349,8 @@ def measure(args: argparse.Namespace, save: Callable[[list[dict[str, Any]]], Non
         c = config[g, m]
         o.run(c)
         error = o.error(max(0, m - 512), m)
-        cases: dict[str, Callable[[], Any]] = {"ours": lambda o=o, c=c: o.run(c)} | peers(o, not args.no_compile)
+        compiled = not args.no_compile and not (args.bars and m != 8192)
+        cases: dict[str, Callable[[], Any]] = {"ours": lambda o=o, c=c: o.run(c)} | peers(o, compiled)
         times = interleaved(graphs(cases), args.seconds, args.rounds, card, INNER)
         work = 2 * m * g.n * g.k
         row = {
@@ -377,18 +395,16 @@ def tune(args: argparse.Namespace, save: Callable[[list[dict[str, Any]]], None])
 
 def candidates() -> list[Config]:
     """What --tune compares."""
-    base = Config(128, 256, 2, False)
+    pair, together = gemm.PAIR, gemm.TOGETHER
     return [
-        base,
-        base._replace(stages=3),
-        base._replace(group=4),
-        base._replace(group=16),
-        base._replace(cluster=1),
-        Config(256, 128, 2, False),
-        Config(256, 192, 2, False),
-        Config(128, 192, 2, True),
+        *(c._replace(group=group) for c in (pair, together) for group in (8, 16)),
+        pair._replace(group=4),
+        gemm.TURNS,
+        gemm.TURNS._replace(cluster=1),
         Config(128, 128, 2, True),
         Config(64, 256, 2, True),
+        Config(256, 128, 2, False),
+        Config(256, 192, 2, False),
     ]
 
 
@@ -400,7 +416,7 @@ def depth(args: argparse.Namespace, save: Callable[[list[dict[str, Any]]], None]
         o = Operands(g, 512, FP8)
         y64 = o.exact()
         row: dict[str, Any] = {"k": k, "bf16 rounding": relative(y64.bfloat16(), y64)}
-        for name, c in (("fast", Config(128, 256, 2, False)), ("promoted", gemm.PROMOTED[0][0])):
+        for name, c in (("fast", gemm.PAIR), ("promoted", gemm.PROMOTED[0][0])):
             o.run(c)
             row[name] = relative(o.y, y64)
         one = torch.ones((), device="cuda")
@@ -429,6 +445,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=0.6, help="of each case in all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--bars", action="store_true", help="gate_up alone but at 8192 tokens")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--depth", action="store_true")

@@ -49,7 +49,7 @@ struct Epilogue {
     static constexpr int BYTES = BLOCKS * 64 * ROW_BYTES;
     static constexpr bool FULL = BLOCKS * FU_TILE_N > 256;  // no registers for operands that are loaded ahead
 
-    const float* step;     // scale of the e4m3 input
+    float step;            // scale of the e4m3 input
     const float* channel;  // [N], scales of the e4m3 weight
     const float* rstd;     // [m]
     const u16* bias;       // [N]
@@ -111,8 +111,7 @@ struct Epilogue {
 
     DEVICE void finish(u32 staging, int block, int row, int tile, int warp, int lane, const float (&v)[FU_TILE_N / 2]) {
         const int g = lane >> 2, t = lane & 3, top_row = row + warp * 16 + g;
-        float r0 = 1.0f, r1 = 1.0f;
-        if constexpr (SCALES) r0 = r1 = ld_global_cg_f32(step);
+        float r0 = step, r1 = step;
         if constexpr (ROW) {
             r0 *= ld_global_cg_f32(rstd + min(top_row, m - 1));
             r1 *= ld_global_cg_f32(rstd + min(top_row + 8, m - 1));

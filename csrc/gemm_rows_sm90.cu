@@ -54,7 +54,9 @@ struct Row {
 };
 
 __shared__ float warps[32];
-__shared__ u32 arrived;
+__shared__ float planned;  // the scale that this block codes with; 0: none yet
+__shared__ float again;    // the scale that the last block codes everything with; 0: what is there is right
+__shared__ bool last;
 
 template <class F>
 DEVICE float over_block(float v, F f) {
@@ -90,11 +92,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
               int phase) {
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
+    const u16* const in = x + (long long)blockIdx.x * ldx;
     Row row;
-    prepare(row, x + (long long)blockIdx.x * ldx, eps, rstd + blockIdx.x);
-    if constexpr (CODES) {
-        const Fp8Plan plan = fp8_plan(state, scaling);
-        if (phase < 2) {
+    if constexpr (!CODES) {
+        prepare(row, in, eps, rstd + blockIdx.x);
+    } else {
+        const int lane = threadIdx.x % 32;
+        const bool reads = threadIdx.x < 32;  // one warp deals with the state; in the others `before` is empty
+        const Fp8State before(state, reads ? lane : 32);
+        const Fp8Plan plan = before.plan(scaling, lane);
+        const float measured = before.at(AMAX);
+        if (threadIdx.x == 0) planned = phase == 2 ? fp8_choose(plan, measured, scaling).scale : plan.scale;
+        prepare(row, in, eps, nullptr);
+        __syncthreads();
+        u8* const out = codes + (long long)blockIdx.x * K;
+        if (phase == 2) {
+            row.store(out, 1.0f / planned);
+        } else {
             float amax = 0.0f, bad = 0.0f;
             row.each([&](float& v) { amax = fmaxf(amax, fabsf(v)), bad += v * 0.0f; });
             amax = over_block(amax, [](float a, float b) { return fmaxf(a, b); });
@@ -103,33 +117,34 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             if (phase == 1) return;
             if (scaling == ROWS) {
                 const float scale = row_scale(amax);
-                row.store(codes + (long long)blockIdx.x * K, 1.0f / scale);
+                row.store(out, 1.0f / scale);
                 if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
+            } else if (planned != 0.0f) {
+                row.store(out, 1.0f / planned);
             }
-            if (plan.scale != 0.0f) row.store(codes + (long long)blockIdx.x * K, 1.0f / plan.scale);
-        } else {
-            row.store(codes + (long long)blockIdx.x * K,
-                      1.0f / fp8_choose(plan, ld_global_cg_f32(state + AMAX), scaling).scale);
         }
         // Writes and maxima of this block before its arrival, those of all blocks before the last one goes on.
         __threadfence();
         __syncthreads();
-        if (threadIdx.x == 0) arrived = atomic_count(state + ARRIVED);
+        if (threadIdx.x == 0) last = atomic_count(state + ARRIVED) == gridDim.x - 1;
         __syncthreads();
-        if (arrived != gridDim.x - 1) return;
+        if (!last) return;
         __threadfence();
-        const float amax = ld_global_cg_f32(state + AMAX);
-        const bool bad = ld_global_cg_f32(state + BAD) > 0.0f;
-        const Fp8Choice choice = fp8_choose(plan, amax, scaling);
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            if (scaling != ROWS) *step = choice.scale;
-            fp8_record(state, choice, plan.frozen, amax, bad, scaling);
+        if (reads) {
+            const Fp8State after(state, lane);
+            const float amax = after.at(AMAX), bad = after.at(BAD);
+            const Fp8Choice choice = fp8_choose(plan, amax, scaling);
+            if (lane == 0) {
+                if (scaling != ROWS) *step = choice.scale;
+                again = phase == 0 && choice.again ? choice.scale : 0.0f;
+            }
+            fp8_record(state, before, choice, plan.frozen, amax, bad > 0.0f, scaling, lane);
         }
-        if (phase == 0 && choice.again)
-            for (int r = 0; r < gridDim.x; ++r) {
-                prepare(row, x + (long long)r * ldx, eps, rstd);
-                row.store(codes + (long long)r * K, 1.0f / choice.scale);
+        __syncthreads();
+        if (again != 0.0f)
+            for (int r = 0; r < int(gridDim.x); ++r) {
+                prepare(row, x + (long long)r * ldx, eps, nullptr);
+                row.store(codes + (long long)r * K, 1.0f / again);
             }
     }
 }

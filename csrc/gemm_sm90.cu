@@ -30,7 +30,7 @@ constexpr int A_BYTES = TILE_M * 128, B_BYTES = TILE_N * 128, STAGE_BYTES = A_BY
 constexpr int B_PARTS = SWIGLU || CLUSTER == 2 ? 2 : 1;  // copies that bring one W tile
 using Out = Epilogue<BLOCKS>;
 constexpr int STAGING = STAGES * STAGE_BYTES, BARRIERS = STAGING + CONSUMERS * Out::BYTES;
-constexpr int TOTAL = BARRIERS + 8 * (2 * STAGES + 2 * CONSUMERS);
+constexpr int DECISION = BARRIERS + 8 * (2 * STAGES + 2 * CONSUMERS), TOTAL = DECISION + 8;
 static_assert(TOTAL == FU_SMEM && TOTAL <= 232448, "shared memory as the lowering computes it");
 static_assert(BLOCKS * TILE_N <= 384, "accumulators of a thread");
 
@@ -95,21 +95,27 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
     Schedule schedule(m);
 #if FU_OUT8
-    const Fp8Plan plan = fp8_plan(act, scaling);
-    float out_scale = plan.scale == 0.0f ? 1.0f : plan.scale;
-    if (again) {
-        // The same launch once more: does nothing unless the first one's scale was wrong (or not known yet).
-        const float amax = ld_global_cg_f32(act + AMAX);
-        const bool bad = ld_global_cg_f32(act + BAD) > 0.0f;
+    // One warp reads the state of the output, decides and tells the others.
+    const u32 decision = ring + DECISION;
+    if (threadIdx.x < 32) {
+        const Fp8State state(act, lane);
+        const Fp8Plan plan = state.plan(scaling, lane);
+        const float amax = state.at(AMAX), bad = state.at(BAD);
         const Fp8Choice choice = fp8_choose(plan, amax, scaling);
-        out_scale = choice.scale;
-        if (!choice.again) schedule.count = 0;
-        __syncthreads();  // every thread of the block has read the state
-        if (threadIdx.x == 0 && atomic_count(act + ARRIVED) == gridDim.x - 1) {
-            *out_step = out_scale;
-            fp8_record(act, choice, plan.frozen, amax, bad, scaling);
+        const float scale8 = again ? choice.scale : plan.scale == 0.0f ? 1.0f : plan.scale;
+        if (lane == 0) st_shared_f2(decision, {scale8, !again || choice.again ? 1.0f : 0.0f});
+        // The same launch once more does nothing unless the first one's scale was wrong, or not known yet. Its last
+        // block to have read the state moves it on.
+        bool last = false;
+        if (again && lane == 0) last = atomic_count(act + ARRIVED) == gridDim.x - 1;
+        if (__shfl_sync(0xFFFFFFFF, int(last), 0)) {
+            if (lane == 0) *out_step = scale8;
+            fp8_record(act, state, choice, plan.frozen, amax, bad > 0.0f, scaling, lane);
         }
     }
+    __syncthreads();
+    const f32x2 decided = ld_shared_f2(decision);
+    if (decided.y == 0.0f) schedule.count = 0;
 #endif
     const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     if (group == 0) {
@@ -165,9 +171,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         const u32 release = CLUSTER == 1 ? empty : mapa(empty, lane % CLUSTER);
         const u64 da = wgmma_descriptor(ring + (PINGPONG ? 0 : c * BLOCKS * 64 * 128));
         const u64 db = wgmma_descriptor(ring + A_BYTES);
-        Out out{step, channel, rstd, bias, squares, scale, m};
+        float input = 1.0f;
+        if constexpr (TYPE == E4M3) input = ld_global_cg_f32(step);
+        Out out{input, channel, rstd, bias, squares, scale, m};
 #if FU_OUT8
-        out.inverse = 1.0f / out_scale;
+        out.inverse = 1.0f / decided.x;
 #endif
         const auto free_slot = [&](int slot) {
             if constexpr (CLUSTER == 1) {

@@ -70,34 +70,46 @@ def stages(c: Config, swiglu: bool, out8: bool) -> int:
 def smem(c: Config, swiglu: bool, out8: bool) -> int:
     """Bytes of shared memory of a block: the sum at the top of the kernel."""
     depth = stages(c, swiglu, out8)
-    return depth * 128 * (c.tile_m + c.tile_n) + staging(c, swiglu, out8) + 8 * (2 * depth + 4)
+    return depth * 128 * (c.tile_m + c.tile_n) + staging(c, swiglu, out8) + 8 * (2 * depth + 5)
 
 
-CONFIGS: tuple[tuple[Config, float, float], ...] = (
-    (Config(128, 256, 2, False), 1.0, 1.0),
-    (Config(128, 256, 1, False), 0.95, 0.95),
-    (Config(128, 128, 1, False), 0.8, 0.8),
-    (Config(64, 128, 1, True), 0.6, 0.6),
-    (Config(64, 64, 1, True), 0.35, 0.35),
+TOGETHER, PAIR = Config(128, 256, 1, False), Config(128, 256, 2, False)
+TURNS = Config(128, 192, 2, True)
+SMALL = (
+    (Config(128, 128, 1, False), 0.8),
+    (Config(64, 128, 1, True), 0.6),
+    (Config(64, 64, 1, True), 0.35),
 )
-"""Candidates, and the speed of their main loop against the first one's: e4m3, 16 bits."""
-PROMOTED: tuple[tuple[Config, float, float], ...] = (
-    (Config(128, 128, 2, False, promote=True), 1.0, 1.0),
-    (Config(64, 128, 1, True, promote=True), 0.7, 0.7),
-)
-"""The same with promoted accumulation, where a thread holds everything twice."""
+"""Tiles for few tokens, and their speed against the large ones': estimates from the bytes that a step copies."""
+PROMOTED = ((Config(128, 128, 2, False, promote=True), 1.0), (Config(64, 128, 1, True, promote=True), 0.7))
+"""Tiles with promoted accumulation, where a thread holds everything twice."""
+LARGE: dict[tuple[str, bool], tuple[tuple[Config, float], ...]] = {
+    ("swiglu", False): ((TURNS, 1.0), (PAIR, 0.94)),
+    ("swiglu", True): ((TURNS, 1.0), (PAIR, 0.96)),
+    ("", False): ((PAIR, 1.0), (TOGETHER, 0.98)),
+    ("", True): ((TOGETHER, 1.0), (PAIR, 0.98)),
+}
+"""(epilogue, at least 4,096 tokens) -> large tiles and the speed of a whole GEMM with its epilogue, against each other.
+
+From prefill_gemm_tune-2026-11-30-32aa583.json (H200, 8B shapes, 2,048 and 8,192 tokens; e4m3 and BF16 agree). SwiGLU is
+long, so it wants to run under the other consumer's multiplications; what adds a residual gains more from wide tiles.
+With a bias before SwiGLU the registers of TURNS do not hold what the epilogue loads.
+"""
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(m: int, n: int, fp8: bool = True, promote: bool = False, sms: int = SMS) -> Config:
-    """The configuration for m tokens and n weight rows: the one whose waves of tiles are done first."""
+def choose(m: int, n: int, swiglu: bool = False, promote: bool = False, sms: int = SMS) -> Config:
+    """The configuration for m tokens and n weight rows: the one whose waves of tiles are done first.
 
-    def cost(entry: tuple[Config, float, float]) -> float:
-        c, fast, slow = entry
+    ``swiglu``: that is the epilogue, and all of it.
+    """
+
+    def cost(entry: tuple[Config, float]) -> float:
+        c, speed = entry
         tiles = ceil_div(m, c.tile_m * c.cluster) * c.cluster * ceil_div(n, c.tile_n)
-        return ceil_div(tiles, sms) * c.tile_m * c.tile_n / (fast if fp8 else slow)
+        return ceil_div(tiles, sms) * c.tile_m * c.tile_n / speed
 
-    return min(PROMOTED if promote else CONFIGS, key=cost)[0]
+    return min(PROMOTED if promote else LARGE["swiglu" if swiglu else "", m >= 4096] + SMALL, key=cost)[0]
 
 
 @functools.cache
@@ -380,8 +392,7 @@ def _run(
         if residual is not None and "residual" in epilogue:
             rows, ld = common.rows(residual, columns)
             operands["residual"] = rows.as_strided((m, columns), (ld, 1))
-        fp8 = weight.dtype == torch.float8_e4m3fn
-        config = choose(m, n, fp8, promote, common.multiprocessors(x.device.index))
+        config = choose(m, n, epilogue == "swiglu", promote, common.multiprocessors(x.device.index))
         gemm(flat, weight, y.view(m, columns), config, epilogue, **operands)
     return y
 
@@ -460,9 +471,11 @@ def mlp_fp8(
     codes, step = codes_of(flat, act, scaling, rms, eps)
     row = torch.empty((m, inner), dtype=torch.float8_e4m3fn, device=x.device)
     row_step = torch.empty((), dtype=torch.float32, device=x.device)
-    config = choose(m, 2 * inner, True, weight.shape[1] >= PROMOTE_K, common.multiprocessors(x.device.index))
+    first = "swiglu" if bias is None else "bias|swiglu"
+    sms = common.multiprocessors(x.device.index)
+    config = choose(m, 2 * inner, bias is None, weight.shape[1] >= PROMOTE_K, sms)
     gemm(
-        codes, weight, row, config, "swiglu" if bias is None else "bias|swiglu", step=step, channel=weight_scale,
+        codes, weight, row, config, first, step=step, channel=weight_scale,
         bias=bias, half=x.dtype == torch.float16, act=down_act, out_step=row_step, scaling=scaling,
     )  # fmt: skip
     return _run(

@@ -34,6 +34,10 @@ FAMILIES = (
 TOKENS = (1, 17, 127, 129, 2049)
 
 
+def chosen(g, m):
+    return gemm_sm90.choose(m, g.n, g.epilogue == "swiglu")
+
+
 def check(g, m, config, dtype):
     error, squares = bench.check_one(g, m, config, dtype)
     assert error <= bench.limit(config, dtype, g.k), (g, m, config)
@@ -43,42 +47,31 @@ def check(g, m, config, dtype):
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """All kernels at once, on all cores."""
-    cases = [
-        (g, c, d) for g in bench.SMALL + bench.LONG for c in bench.CONFIGS for d in (BF16, FP8) if bench.fits(g, c, d)
-    ]
-    cases += [(g, gemm_sm90.choose(m, g.n, d == FP8), d) for g in FAMILIES for m in TOKENS for d in (BF16, FP8, F16)]
+    cases = bench.small_cases()
+    cases += [(g, chosen(g, m), d) for g in FAMILIES for m in TOKENS for d in (BF16, FP8, F16)]
     jit.warmup(bench.kernels(cases), progress=False)
 
 
-@pytest.mark.parametrize("config", bench.CONFIGS, ids=lambda c: "-".join(map(str, c)))
-@pytest.mark.parametrize("g", bench.SMALL, ids=lambda g: g.name)
-@pytest.mark.parametrize("dtype", [BF16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("g", "config", "dtype"), bench.small_cases(), ids=lambda v: "-".join(map(str, v)) if isinstance(v, tuple) else None
+)
 def test_odd_shapes_in_every_cut(g, config, dtype):
-    if bench.fits(g, config, dtype):
-        for m in bench.TOKENS:
-            check(g, m, config, dtype)
-
-
-@pytest.mark.parametrize("config", bench.CONFIGS, ids=lambda c: "-".join(map(str, c)))
-@pytest.mark.parametrize("g", bench.LONG, ids=lambda g: g.name)
-@pytest.mark.parametrize("dtype", [BF16, FP8], ids=["bf16", "fp8"])
-def test_several_tiles_a_block(g, config, dtype):
-    if bench.fits(g, config, dtype):
-        check(g, 2300, config, dtype)
+    for m in (2300,) if g in bench.LONG else bench.TOKENS:
+        check(g, m, config, dtype)
 
 
 @pytest.mark.parametrize("g", FAMILIES, ids=lambda g: g.name)
 @pytest.mark.parametrize("dtype", [BF16, FP8, F16], ids=["bf16", "fp8", "f16"])
 def test_families(g, dtype):
     for m in TOKENS:
-        check(g, m, gemm_sm90.choose(m, g.n, dtype == FP8), dtype)
+        check(g, m, chosen(g, m), dtype)
 
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 def test_8b(fp8):
     for g in bench.gemms("8b", fp8):
         for m in (100, 2049):
-            check(g, m, gemm_sm90.choose(m, g.n, fp8), FP8 if fp8 else BF16)
+            check(g, m, chosen(g, m), FP8 if fp8 else BF16)
 
 
 def test_20000_tokens():
@@ -93,7 +86,7 @@ def test_promotion_is_what_float32_gives():
     """At K = 14336 the fast accumulator's error is visible, the promoted one's is not."""
     g = bench.Gemm("down", 1024, 14336)
     errors = []
-    for config in (gemm_sm90.CONFIGS[0][0], gemm_sm90.PROMOTED[0][0]):
+    for config in (gemm_sm90.PAIR, gemm_sm90.PROMOTED[0][0]):
         o = bench.Operands(g, 300, FP8)
         o.run(config)
         errors.append(bench.relative(o.y, o.exact()))
@@ -120,7 +113,7 @@ def test_many_launches_in_a_graph():
     """Barriers and state come out of every launch as they went in."""
     g = bench.Gemm("gate_up", 2048, 512, "swiglu", out8=True)
     o = bench.Operands(g, 260, FP8)
-    config = bench.Config(128, 256, 2, False)
+    config = gemm_sm90.TURNS
     o.run(config)
     want = o.run(config).clone()
     graph = torch.cuda.CUDAGraph()
