@@ -21,7 +21,8 @@
 // and the token's position: same input, same bits.
 //
 // Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (1 or 2), FU_GRID, FU_CLUSTER, FU_WARPS, FU_WK, FU_S,
-// FU_CHUNK, FU_SLOTS, FU_PREFETCH, FU_DELAY, FU_SMEM, FU_HALF, FU_RMS, FU_GAIN, FU_BIAS, FU_SWIGLU, FU_RESIDUAL.
+// FU_CHUNK, FU_BATCH, FU_SLOTS, FU_PREFETCH, FU_DELAY, FU_SMEM, FU_HALF, FU_RMS, FU_GAIN, FU_BIAS, FU_SWIGLU,
+// FU_RESIDUAL.
 #include "epilogue.cuh"
 #include "int4.cuh"
 
@@ -32,6 +33,9 @@ constexpr int CHUNK = FU_CHUNK, SLOTS = FU_SLOTS, DELAY = FU_DELAY, PREFETCH = F
 constexpr bool HALF = FU_HALF, RMS = FU_RMS, GAIN = FU_GAIN;
 constexpr int TILE = fu::int4_tile_bytes(GROUP), GROUPS = fu::kTileK / GROUP;
 constexpr int STRIPS = (N + 15) / 16, TILES = (K + 127) / 128, UNITS = FU_GRID / CLUSTER;
+// Tiles of x that a warp prepares side by side.
+constexpr int BATCH = FU_BATCH;
+constexpr bool EVEN = TILES % (CLUSTER * WARPS * BATCH) == 0;
 constexpr int DEPTH = (TILES + CLUSTER - 1) / CLUSTER;  // most tiles of a block along K
 static_assert(WARPS % WK == 0, "every warp has its tiles");
 
@@ -248,18 +252,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         __syncwarp();
         float square[TOKENS] = {};
 #pragma unroll 1
-        for (int i = warp; i < count; i += WARPS) {
-            u64 raw[TOKENS], gains = 0;
-            if (GAIN && STAGED) gains = ld_shared_u64(smem + X + i * XTILE + GAINS + lane * 8);
-            if (GAIN && !STAGED && (K % 128 == 0 || (tiles.begin + i) * 128 + 4 * lane < K))
-                gains = ld_global_nc_v2(gain + (tiles.begin + i) * 128 + 4 * lane);
+        for (int first = warp; first < count; first += WARPS * BATCH) {
+            u64 raw[BATCH][TOKENS], gains[BATCH] = {};
 #pragma unroll
-            for (int token = 0; token < TOKENS; ++token)
-                raw[token] = ld_shared_u64(smem + X + i * XTILE + token * 256 + lane * 8);
+            for (int j = 0; j < BATCH; ++j) {
+                const int i = first + j * WARPS;
+                if (!EVEN && i >= count) break;
+                if (GAIN && STAGED) gains[j] = ld_shared_u64(smem + X + i * XTILE + GAINS + lane * 8);
+                if (GAIN && !STAGED && (K % 128 == 0 || (tiles.begin + i) * 128 + 4 * lane < K))
+                    gains[j] = ld_global_nc_v2(gain + (tiles.begin + i) * 128 + 4 * lane);
+#pragma unroll
+                for (int token = 0; token < TOKENS; ++token)
+                    raw[j][token] = ld_shared_u64(smem + X + i * XTILE + token * 256 + lane * 8);
+            }
             __syncwarp();
 #pragma unroll
-            for (int token = 0; token < TOKENS; ++token)
-                square[token] += prepare_x(smem, raw[token], gains, i, token, lane);
+            for (int j = 0; j < BATCH; ++j) {
+                const int i = first + j * WARPS;
+                if (!EVEN && i >= count) break;
+#pragma unroll
+                for (int token = 0; token < TOKENS; ++token)
+                    square[token] += prepare_x(smem, raw[j][token], gains[j], i, token, lane);
+            }
         }
         if (RMS) {
 #pragma unroll

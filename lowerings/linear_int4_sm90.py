@@ -64,6 +64,8 @@ class Config:
     """one, many: most tiles of a strip in a slot"""
     warps_n: int = 1
     """many: consumer warps along the rows"""
+    batch: int = 1
+    """one: tiles of x that a warp prepares side by side"""
     xslots: int = 0
     """many: stages of the ring of x"""
 
@@ -265,6 +267,7 @@ def kernel_of(
     constants |= {"GRID": config.grid, "CLUSTER": config.cluster}
     if config.kind == "one":
         constants |= {"WARPS": config.warps, "WK": config.warps_k, "S": config.strips, "CHUNK": config.chunk}
+        constants |= {"BATCH": config.batch}
     elif config.kind == "many":
         constants |= {"WN": config.warps_n, "WK": config.warps_k, "S": config.strips, "CHUNK": config.chunk}
         constants |= {"XSLOTS": config.xslots}

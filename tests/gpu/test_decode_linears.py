@@ -21,7 +21,7 @@ from fu_compile import formats, jit, lowerings
 
 pytestmark = pytest.mark.gpu
 
-ROUNDINGS = 2.0
+ROUNDINGS = bench.ROUNDINGS
 SHAPES = bench.SMALL + bench.linears("8b")
 
 

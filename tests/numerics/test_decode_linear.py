@@ -1,4 +1,5 @@
-"""What the CUDA decode linears share and needs no GPU: cutting a call into parts of as many tokens as a kernel takes."""
+"""What the CUDA decode linears share and needs no GPU: cutting a call into parts of as many tokens as a kernel
+takes."""
 
 import pytest
 import torch
