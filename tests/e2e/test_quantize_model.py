@@ -1,7 +1,9 @@
 """fu_compile.quantize with calibration, its mixed choices, runs that stop and go on, and the command."""
 
 import copy
+import importlib
 import json
+import pathlib
 import types
 
 import pytest
@@ -335,3 +337,19 @@ def test_calibration_from_a_data_set_is_read_as_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(calibration.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="needs the package datasets"):
         calibration.dataset_rows("a/b")
+
+
+# ---- the benchmarks ------------------------------------------------------------------------------------------------
+
+
+def test_the_8b_benchmark_runs_on_small_shapes(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+    gptq_8b = importlib.import_module("gptq_8b")
+    small = ["--device", "cpu", "--shape", "tiny", "--samples", "2", "--length", "16", "--out", str(tmp_path)]
+    assert gptq_8b.main([*small, "--blocks", "3"]) == 0
+    found = json.loads(next(tmp_path.glob("gptq-8b-*.json")).read_text())
+    assert [layer["block"] for layer in found["layers"]] == [f"model.layers.{i}" for i in range(3)]
+    assert found["missed"] is None  # the bar is for the GPU and the 8B shapes
+    first, *others = (layer["seconds"] for layer in found["layers"])
+    assert found["minutes for 32 layers"] == pytest.approx((first + 31 * sum(others) / 2) / 60)
+    assert "32 layers" in capsys.readouterr().out
