@@ -1,8 +1,8 @@
 """Prefill with what CUDA libraries have: cuBLASLt's FP8 product and the flash attention of PyTorch.
 
 ``linear_fp8`` keeps the meaning of the reference: the product of the same codes with float32 results, then scales and
-epilogue in float32. ``attention_prefill`` only where the call attends to itself alone: queries, keys and values in the
-model's dtype, float32 sums, weights rounded to the model's dtype before they meet the values.
+epilogue in float32. ``attention_prefill``: queries, keys and values (decoded pages too) in the model's dtype, float32
+sums, weights rounded to the model's dtype before they meet the values.
 
 ``linear_int4`` in prefill (a model that was packed has no other weights): the codes are dequantised to the model's
 dtype at every call and freed behind it. The reference keeps a float32 copy instead, eight times the packed bytes.
@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fu_compile.lowerings.decode_linear import capability
+from fu_compile.lowerings.pages import PAGE, Store, exact_rows, seen
+from fu_compile.lowerings.reference_attention import _HIDDEN as HIDDEN
+from fu_compile.lowerings.reference_attention import _span
 from fu_compile.lowerings.reference_block import merge_heads
 from fu_compile.lowerings.reference_linear import check_gain, dense_int4, finish, normalized, rounded_row, steps_of
 from torch import Tensor
@@ -134,23 +137,56 @@ def linear_int4(
 
 def _accepts_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> str | None:
     """Why this call is not ours, or none."""
-    mask, _scale, fresh = rest[-3:]
-    if not fresh:
-        return "the call attends to the cache"
-    if mask is not None:
-        return "the call has a mask"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"queries are {q.dtype}, not 16 bits"
     return None
 
 
-def attention_prefill(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """q: [B, Hq, S, D], k and v: [B, Hkv, S, D] -> [B, S, Hq*D], causal."""
-    scale = rest[-2]
+def attention_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_codes: Tensor,
+    k_scales: Tensor,
+    v_codes: Tensor,
+    v_scales: Tensor,
+    key_mean: Tensor,
+    key_balance: Tensor,
+    position: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    fresh: bool,
+) -> Tensor:
+    """q: [B, Hq, S, D], k and v: [B, Hkv, S, D] -> [B, S, Hq*D]; what is seen is what the reference sees.
+
+    Unless ``fresh``, the first position is read back, once a layer: a call on an empty cache sees its own keys and
+    values alone, and then no page is decoded.
+    """
+    first, live = 0, q.shape[2]
+    if not fresh:
+        store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
+        first, live = _span(position, keys, store)
+        if first:
+            exact = exact_rows(store, keys, k, first), exact_rows(store, values, v, first)
+            k, v = (t.to(q.dtype) for t in seen(store, *exact, first // PAGE, keep=False, check=False)[:2])
     grouped = q.shape[1] != k.shape[1]
-    return merge_heads(
-        F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=scale, enable_gqa=grouped)
-    )
+    if mask is None and not first:
+        causal = q.shape[2] > 1
+        return merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped))
+    if mask is None:
+        mask = torch.arange(live, device=q.device) <= position[:, None]
+    mask = mask[(None,) * (4 - mask.dim())][..., :live]
+    # A slot that no query of its sequence may see must not reach the result: its weight is 0, but 0 * NaN is NaN.
+    visible = mask if mask.dtype == torch.bool else mask > HIDDEN
+    used = visible.any(2).any(1)[:, None, :, None]
+    k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
+    added = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale, enable_gqa=grouped)
+    # A query that may see nothing gives zeros.
+    sees = mask if mask.dtype == torch.bool else mask > float("-inf")
+    return merge_heads(y.masked_fill(~sees.any(-1, keepdim=True), 0.0))
 
 
 LAUNCH: dict[str, Callable[..., Any]] = {

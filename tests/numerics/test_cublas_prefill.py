@@ -75,6 +75,40 @@ def test_fresh_attention(heads, tokens):
     assert float((y.float() - want.float()).norm() / want.float().norm()) < 4e-3
 
 
+@pytest.mark.parametrize("kv_format", formats.KV_FORMATS)
+@pytest.mark.parametrize("kind", ["none", "bool", "added"])
+@pytest.mark.parametrize(("first", "tokens"), [(0, 1), (0, 70), (64, 5), (100, 40)])
+def test_attention_over_a_cache(kv_format, kind, first, tokens):
+    """Pages as they decode, the rest exactly; padding, a query that sees nothing, NaN in a slot that nobody sees."""
+    batch, heads, kv, dim, length = 2, 8, 2, 32, 200
+    q = torch.randn(batch, heads, tokens, dim).bfloat16()
+    k, v = (torch.randn(batch, kv, tokens, dim).bfloat16() for _ in range(2))
+    keys, values = (torch.randn(batch, kv, length, dim).bfloat16() for _ in range(2))
+    store = formats.kv_store(batch, kv, length, dim, kv_format=kv_format)
+    tables = formats.kv_tables(kv, dim)
+    reference_attention.kv_append_(keys, values, *store, *tables, 0, length // 64)
+    position = torch.arange(first, first + tokens)
+    keys[:, :, position], values[:, :, position] = k, v
+    mask = None
+    if kind != "none":
+        mask = (torch.arange(length) <= position[:, None]).expand(batch, 1, -1, -1).clone()
+        mask[1, :, :, : min(first + tokens - 1, 3)] = False  # left padding
+        if first + tokens > 3:
+            for cached, own in ((keys, k), (values, v)):
+                cached[1, :, 0] = float("nan")
+                if not first:
+                    own[1, :, 0] = float("nan")
+        if tokens > 1:
+            mask[0, :, 1] = False
+        if kind == "added":
+            mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+    args = (q, k, v, keys, values, *store, *tables, position, mask, 0.2, False)
+    y, want = cublas_prefill.attention_prefill(*args), reference_attention.attention_prefill(*args)
+    assert torch.isfinite(want).all()
+    # decoded pages and softmax weights in bfloat16, and one rounding of the output
+    assert float((y.float() - want.float()).norm() / want.float().norm()) < 6e-3
+
+
 def test_what_is_refused_says_why():
     linear, attention = cublas_prefill.ACCEPTS["linear_fp8"], cublas_prefill.ACCEPTS["attention_prefill"]
     codes, scales = formats.quantize_fp8(torch.randn(32, 64))
@@ -84,8 +118,6 @@ def test_what_is_refused_says_why():
     assert "multiples of 16" in linear(x, codes[:31], *rest, "delayed")
     q = torch.zeros(1, 2, 5, 8).bfloat16()
     nine = (None,) * 9
-    assert "cache" in attention(q, q, q, *nine, None, 0.1, False)
-    assert "mask" in attention(q, q, q, *nine, q, 0.1, True)
     assert "16 bits" in attention(q.float(), q, q, *nine, None, 0.1, True)
     assert attention(q, q, q, *nine, None, 0.1, True) is None
     gain = torch.zeros(4096).bfloat16()
