@@ -501,7 +501,7 @@ def _quantize(chosen: argparse.Namespace) -> int:
     fu_compile.save(model, chosen.out)
     tokenizer.save_pretrained(chosen.out)
     shutil.rmtree(partial, ignore_errors=True)
-    after = sum(t.nbytes for t in {id(t): t for t in model.state_dict().values()}.values())
+    after = sum(t.nbytes for t in {t.data_ptr(): t for t in model.state_dict().values()}.values())
     print(f"{chosen.out}: {after / 1e6:.1f} MB ({before / 1e6:.1f} before), {time.perf_counter() - start:.1f} s")
     return 0
 
