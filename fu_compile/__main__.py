@@ -122,6 +122,9 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--dtype", choices=DTYPES, default="auto", help="of the activations (default: the checkpoint's)")
     one.add_argument("--tokens", default="1,8,32", metavar="M,N", help="tokens of a decode step (default: 1,8,32)")
     one.add_argument("--group-size", type=int, default=128, metavar="N", help="INT4 group size (default: 128)")
+    one.add_argument(
+        "--prefill", choices=("fp8", "bf16", "none"), default="fp8", help="kernels of prefill (default: fp8)"
+    )
     one.add_argument("--quiet", action="store_true", help="no progress bar")
     one.set_defaults(run=_warmup)
     return top
@@ -277,6 +280,7 @@ def _warmup(chosen: argparse.Namespace) -> int:
 
     from fu_compile import jit
     from fu_compile.formats import GROUPS
+    from fu_compile.lowerings import gemm_sm90
 
     tokens = _numbers(chosen.tokens, "--tokens") or []
     most = jit.most_tokens()
@@ -289,7 +293,10 @@ def _warmup(chosen: argparse.Namespace) -> int:
     if dtype not in (torch.bfloat16, torch.float16):
         raise OptionError(f"CUDA kernels take 16-bit activations, and the model has {dtype}", where="--dtype",
                           advice="Give --dtype bfloat16, as you will load it.")  # fmt: skip
-    kernels = jit.kernels_of(config, tokens, chosen.group_size, half=dtype == torch.float16)
+    half = dtype == torch.float16
+    kernels = jit.kernels_of(config, tokens, chosen.group_size, half=half)
+    if chosen.prefill != "none":
+        kernels += gemm_sm90.kernels_of(config, chosen.prefill, half)
     done = jit.warmup(kernels, progress=not chosen.quiet)
     print(f"{done.compiled} kernels compiled, {done.from_disk} already in {jit.cache_folder()}, {done.seconds:.1f} s")
     return 0

@@ -408,7 +408,7 @@ class Kernel:
         self._local.state = state = (config, values, pointers, ctypes.addressof(pointers), driver.cuLaunchKernelEx)
         return state
 
-    def __call__(self, device: int, stream: int, *args: float | None) -> None:
+    def __call__(self, device: int, stream: int, *args: float | None, grid: int | None = None) -> None:
         """Launches on a stream of a device whose context is current.
 
         Overlaps with the kernel before it in the stream as far as that kernel allows (programmatic dependent launch):
@@ -418,6 +418,7 @@ class Kernel:
             device: ordinal.
             stream: address, as ``torch.cuda.Stream.cuda_stream``.
             args: one value per letter of the signature; none is a null pointer.
+            grid: blocks of this launch, where they depend on the call; none: those of the shape.
 
         Raises:
             LoweringError: see :func:`cubin`; or the driver refuses the launch.
@@ -429,6 +430,8 @@ class Kernel:
         for slot, value in zip(values, args, strict=True):
             slot.value = value
         config.hStream = stream
+        if grid is not None:
+            config.gridDimX = grid
         error = launch(config, self._handle, address, 0)[0]
         if error:
             raise LoweringError(f"the CUDA driver refuses to launch {self.cubin.name}: {error.name}")

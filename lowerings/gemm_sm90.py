@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -152,11 +152,58 @@ def kernel(
 
 
 @functools.cache
-def rows_kernel(k: int, rows: int, rms: bool, codes: bool, half: bool) -> jit.Kernel:
-    """What stands before a product: rstd of every row (not ``codes``), or its e4m3 codes."""
+def rows_kernel(k: int, rms: bool, codes: bool, half: bool) -> jit.Kernel:
+    """What stands before a product: rstd of every row (not ``codes``), or its e4m3 codes. One block a row."""
     threads = min(1024, max(64, ceil_div(ceil_div(k, 16), 32) * 32))
     constants = {"K": k, "THREADS": threads, "RMS": int(rms), "CODES": int(codes), "HALF": int(half)}
-    return jit.Kernel("gemm_rows_sm90.cu", constants, ROWS_SIGNATURE, jit.Shape(rows, threads, 0))
+    return jit.Kernel("gemm_rows_sm90.cu", constants, ROWS_SIGNATURE, jit.Shape(1, threads, 0))
+
+
+TOKENS = (*range(1, 8193, 64), *range(8193, 32769, 1024))
+"""Tokens of a prefill that :func:`kernels_of` compiles for: one of each number of tiles, up to 8,192."""
+
+
+def kernels_of(
+    model: Any, prefill: str = "fp8", half: bool = False, tokens: Iterable[int] = TOKENS
+) -> list[jit.Kernel]:
+    """Every kernel of a model's prefill but attention: its linears, what stands before them, RoPE and the cache.
+
+    Args:
+        model: a transformers configuration of the Llama kind, or one that holds it as ``text_config``.
+        prefill: ``"fp8"`` or ``"bf16"``, as the option.
+        half: float16 activations instead of bfloat16.
+        tokens: of a prefill.
+    """
+    from fu_compile.lowerings import qkv_rope_sm90
+
+    from fu_compile.models import heads_of
+
+    model = getattr(model, "text_config", None) or model
+    heads, kv, dim = heads_of(model)
+    hidden, inner, fp8 = model.hidden_size, model.intermediate_size, prefill == "fp8"
+    tokens = list(tokens)
+    biased = bool(getattr(model, "attention_bias", False)) or model.model_type.startswith("qwen2")
+    linears = (
+        ((heads + 2 * kv) * dim, hidden, "bias" if biased else "", True),
+        (hidden, heads * dim, "residual", False),
+        (2 * inner, hidden, "swiglu", True),
+        (hidden, inner, "residual", False),
+    )
+    dtype = torch.float8_e4m3fn if fp8 else torch.float16 if half else torch.bfloat16
+    found = [
+        kernel(n, k, config, dtype, epilogue, row=rms and not fp8, half=half, out8=fp8 and epilogue == "swiglu")
+        for n, k, epilogue, rms in linears
+        for config in dict.fromkeys(choose(m, n, epilogue == "swiglu") for m in tokens)
+    ]
+    found.append(rows_kernel(hidden, True, fp8, half))
+    if fp8:
+        found.append(rows_kernel(heads * dim, False, True, half))
+    norm = model.model_type.startswith("qwen3")
+    rotated = int(dim * (getattr(model, "partial_rotary_factor", None) or 1.0))
+    shape = (heads, kv, dim), rotated, half, False, (norm, norm)
+    if not qkv_rope_sm90.refuses_heads(dim, rotated):
+        found += [qkv_rope_sm90.kernel(*shape, append) for append in (True, False)]
+    return found
 
 
 # ---- tensor maps -----------------------------------------------------------------------------------------------------
@@ -290,14 +337,14 @@ def codes_of(x: Tensor, act: Tensor, scaling: str, rms: bool, eps: float) -> tup
     rows = scaling == "row"
     codes = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
     step = torch.empty((m,) if rows else (), dtype=torch.float32, device=x.device)
-    run = rows_kernel(k, m, rms, True, x.dtype == torch.float16)
+    run = rows_kernel(k, rms, True, x.dtype == torch.float16)
     device = x.device.index
     stream = torch.cuda.current_stream(device).cuda_stream
     for phase in (1, 2) if scaling == "dynamic" else (0,):
         run(
             device, stream, x.data_ptr(), codes.data_ptr(), step.data_ptr() if rows else None, act.data_ptr(),
             None if rows else step.data_ptr(), x.stride(0), eps,
-            _SCALINGS[scaling], phase,
+            _SCALINGS[scaling], phase, grid=m,
         )  # fmt: skip
     return codes, step
 
@@ -307,9 +354,9 @@ def rstd_of(x: Tensor, eps: float) -> Tensor:
     m, k = x.shape
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     device = x.device.index
-    rows_kernel(k, m, True, False, x.dtype == torch.float16)(
+    rows_kernel(k, True, False, x.dtype == torch.float16)(
         device, torch.cuda.current_stream(device).cuda_stream, x.data_ptr(), None, rstd.data_ptr(), None, None,
-        x.stride(0), eps, 0, 0,
+        x.stride(0), eps, 0, 0, grid=m,
     )  # fmt: skip
     return rstd
 

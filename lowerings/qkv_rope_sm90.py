@@ -29,7 +29,6 @@ position; batch, tokens, stride of a token in qkv and of a sequence in cos, slot
 
 @functools.cache
 def kernel(
-    grid: int,
     heads: tuple[int, int, int],
     rotated: int,
     half: bool,
@@ -43,7 +42,16 @@ def kernel(
         "D": dim, "ROTATED": rotated, "HALF": int(half), "COS32": int(cos32), "Q_HEADS": q_heads,
         "KV_HEADS": kv_heads, "SHARE": SHARE, "QNORM": int(norms[0]), "KNORM": int(norms[1]), "APPEND": int(append),
     }  # fmt: skip
-    return jit.Kernel("qkv_rope_sm90.cu", constants, SIGNATURE, jit.Shape(grid, WARPS * 32, 0))
+    return jit.Kernel("qkv_rope_sm90.cu", constants, SIGNATURE, jit.Shape(1, WARPS * 32, 0))
+
+
+def refuses_heads(head_dim: int, rotated: int) -> str | None:
+    """Why no kernel has heads of this size, or none."""
+    if head_dim % 32 or head_dim > MAX_HEAD_DIM:
+        return f"head_dim {head_dim} is not a multiple of 32 up to {MAX_HEAD_DIM}"
+    if rotated % 2 or rotated > head_dim:
+        return f"{rotated} rotated columns of {head_dim}"
+    return None
 
 
 def accepts(
@@ -53,9 +61,9 @@ def accepts(
     dtype, rotated, head_dim = qkv.dtype, cos.shape[-1], rest[-1]
     if dtype not in (torch.bfloat16, torch.float16):
         return f"activations are {dtype}, not 16 bits"
-    if head_dim % 32 or head_dim > MAX_HEAD_DIM:
-        return f"head_dim {head_dim} is not a multiple of 32 up to {MAX_HEAD_DIM}"
-    if cos.dim() != 3 or rotated % 2 or rotated > head_dim or cos.dtype not in (dtype, torch.float32):
+    if reason := refuses_heads(head_dim, rotated):
+        return reason
+    if cos.dim() != 3 or cos.dtype not in (dtype, torch.float32):
         return f"cos is {cos.dtype} {list(cos.shape)}"
     if sin.dtype != cos.dtype or sin.shape[-1] != rotated:
         return "cos and sin do not look alike"
@@ -98,7 +106,7 @@ def _launch(
     units = batch * (tokens + (PAGE - 1 if cache else 0)) * parts
     cos32 = cos.dtype == torch.float32
     run = kernel(
-        ceil_div(units, WARPS), heads, cos.shape[-1], qkv.dtype == torch.float16, cos32,
+        heads, cos.shape[-1], qkv.dtype == torch.float16, cos32,
         (gains[0] is not None, gains[1] is not None), bool(cache),
     )  # fmt: skip
     device = qkv.device.index
@@ -106,7 +114,7 @@ def _launch(
     pointers = (*(None if t is None else t.data_ptr() for t in (qkv, cos, sin, *gains, q, k, v, *cache)),)
     run(
         device, torch.cuda.current_stream(device).cuda_stream, *pointers, *[None] * (17 - len(pointers)), batch, tokens,
-        ldqkv, 0 if cos.shape[0] == 1 else tokens * cos.shape[2], slots, pages, eps,
+        ldqkv, 0 if cos.shape[0] == 1 else tokens * cos.shape[2], slots, pages, eps, grid=ceil_div(units, WARPS),
     )  # fmt: skip
     return q, k, v
 

@@ -1,5 +1,7 @@
 """The GEMM compiles here, without a GPU, for every shape of 8B and 70B inside its budget; its choices and refusals."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fu_compile.lowerings import TABLE, gemm_sm90, reference_linear
@@ -69,10 +71,34 @@ def test_every_epilogue_and_promotion():
     check(kernels)
 
 
+@pytest.mark.parametrize("prefill", ["fp8", "bf16"])
+def test_kernels_of_a_model_are_those_that_prefill_asks_for(prefill):
+    qwen = SimpleNamespace(
+        model_type="qwen2", hidden_size=896, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864
+    )
+    kernels = gemm_sm90.kernels_of(qwen, prefill)
+    gemms = [k.constants for k in kernels if k.source == "gemm_sm90.cu"]
+    shapes = {(c["N"], c["K"], c["BIAS"], c["SWIGLU"], c["RESIDUAL"]) for c in gemms}
+    assert shapes == {(1152, 896, 1, 0, 0), (896, 896, 0, 0, 1), (9728, 896, 0, 1, 0), (896, 4864, 0, 0, 1)}
+    fp8 = prefill == "fp8"
+    assert {c["TYPE"] for c in gemms} == {2 if fp8 else 0}
+    assert all(c["OUT8"] == (fp8 and c["SWIGLU"]) for c in gemms)
+    assert all(c["ROW"] == (not fp8 and not c["RESIDUAL"]) for c in gemms)
+    others = [k.source for k in kernels if k.source != "gemm_sm90.cu"]
+    assert others == ["gemm_rows_sm90.cu"] * (1 + fp8) + ["qkv_rope_sm90.cu"] * 2
+    # every number of tokens finds its kernel among them
+    made = {tuple(sorted(c.items())) for c in gemms}
+    for m in (2, 17, 100, 128, 129, 700, 2048, 2300, 5000, 8192, 30000):
+        config = gemm_sm90.choose(m, 9728, True)
+        dtype = FP8 if fp8 else BF16
+        wanted = gemm_sm90.kernel(9728, 896, config, dtype, "swiglu", row=not fp8, out8=fp8)
+        assert tuple(sorted(wanted.constants.items())) in made
+
+
 def test_rows_kernels():
     """What stands before a product; and a compiled multiplication is what it says: wgmma of the operands' type."""
-    kernels = [gemm_sm90.rows_kernel(k, 8, rms, True, False) for k in (576, 4096, 28672) for rms in (True, False)]
-    kernels.append(gemm_sm90.rows_kernel(4096, 8, True, False, True))
+    kernels = [gemm_sm90.rows_kernel(k, rms, True, False) for k in (576, 4096, 28672) for rms in (True, False)]
+    kernels.append(gemm_sm90.rows_kernel(4096, True, False, True))
     jit.warmup(kernels, progress=False)
     for kernel in kernels:
         assert kernel.cubin.resources.spill_stores == 0
