@@ -123,6 +123,24 @@ def ours(
     return int4.launch(x, packed, lin.n, lin.k, group, bias, residual, EPS, 0.5, lin.prologue, lin.epilogue, gain)
 
 
+def with_config(
+    config: int4.Config,
+    x: Tensor,
+    packed: Tensor,
+    lin: Linear,
+    group: int,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gain: Tensor | None,
+) -> Tensor:
+    half, gained = x.dtype == torch.float16, gain is not None
+    kernel = int4.kernel_of(config, lin.n, lin.k, group, half, lin.prologue, lin.epilogue, gained)
+    normed = config.kind in int4.NORMED
+    return int4.launch_with(
+        kernel, normed, x, packed, lin.n, lin.k, bias, residual, EPS, 0.5, lin.prologue, lin.epilogue, gain
+    )
+
+
 @functools.cache
 def gain_of(lin: Linear) -> Tensor | None:
     """The gain of the norm before a linear, as a model has it: random, so that a lost one shows."""
@@ -141,8 +159,11 @@ def kernel(lin: Linear, tokens: int, group: int, dtype: torch.dtype) -> jit.Kern
     return int4.kernel(lin.n, lin.k, group, tokens, half, lin.prologue, lin.epilogue, 132, takes_gain(lin, dtype))
 
 
-def check_one(lin: Linear, tokens: int, group: int, dtype: torch.dtype) -> float:
-    """Error of one call on fresh inputs; the memory the output will take is filled with NaN first."""
+def check_one(lin: Linear, tokens: int, group: int, dtype: torch.dtype, config: int4.Config | None = None) -> float:
+    """Error of one call on fresh inputs; the memory the output will take is filled with NaN first.
+
+    config: what runs it; what is chosen without one.
+    """
     codes = random_codes(lin.n, lin.k, group)
     w = formats.dequantize_int4(codes)
     packed = formats.pack_int4(codes)
@@ -156,8 +177,10 @@ def check_one(lin: Linear, tokens: int, group: int, dtype: torch.dtype) -> float
     poison = torch.full((tokens, columns), float("nan"), device="cuda", dtype=dtype)
     del poison
     gain = gain_of(lin) if takes_gain(lin, dtype) else None
-    y = ours(x, packed, lin, group, bias, residual, gain)
-    again = ours(x, packed, lin, group, bias, residual, gain)
+    run = functools.partial(ours, x, packed, lin, group, bias, residual, gain)
+    if config is not None:
+        run = functools.partial(with_config, config, x, packed, lin, group, bias, residual, gain)
+    y, again = run(), run()
     if not torch.equal(y, again):
         return float("inf")
     return roundings(y, reference(x, w, bias, residual, 0.5, lin.prologue, lin.epilogue, gain))
@@ -478,6 +501,7 @@ def variants(n: int, k: int, tokens: int) -> list[int4.Config]:
             each = dataclasses.asdict(c)
             shape = [each[f] for f in ("cluster", "warps_n", "warps_k", "strips", "chunk")]
             found += [int4.many(n, k, 128, bound, sms, *shape, xslots) for xslots in (3, 6)]
+        found += int4.wgmma_configs(n, k, 128, bound, sms)[:16]
     fits = [c for c in found if c is not None and c.smem(n, k, 128) <= int4.SMEM]
     return list(dict.fromkeys(fits))
 

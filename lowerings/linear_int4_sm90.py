@@ -34,7 +34,10 @@ SOURCES = {
     "one": "linear_int4_one_sm90.cu",
     "few": "linear_int4_sm90.cu",
     "many": "linear_int4_many_sm90.cu",
+    "wgmma": "linear_int4_wgmma_sm90.cu",
 }
+NORMED = ("many", "wgmma")
+"""Before these the norm is a launch of its own, which multiplies by the gain."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Config:
     chunk: int = 1
     """one, many: most tiles of a strip in a slot"""
     warps_n: int = 1
-    """many: consumer warps along the rows"""
+    """many: consumer warps along the rows; wgmma: warpgroups, as warps_k is there"""
     batch: int = 1
     """one: tiles of x that a warp prepares side by side"""
     xslots: int = 0
@@ -73,6 +76,7 @@ class Config:
     def threads(self) -> int:
         """Of a block."""
         warps = {"one": self.warps, "few": FEW_WARPS, "many": self.warps_n * self.warps_k + 1}
+        warps["wgmma"] = 4 * (self.warps_n * self.warps_k + 1)
         return warps[self.kind] * 32
 
     @property
@@ -110,6 +114,15 @@ class Config:
         one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= self.warps_n * self.strips
         rings = max(weights + x, sums) if one_pass else weights + x + sums
         return rings + self.tokens * 4 + self.xslots * 24 + warps * self.slots * 8
+
+    def _smem_wgmma(self, n: int, k: int, tile: int, groups: int) -> int:
+        warps, step, parts = 4 * self.warps_n * self.warps_k, self.warps_k * self.chunk, 32 // self.tokens
+        weights = ceil_div(warps * self.slots * self.strips * self.chunk * tile, 128) * 128
+        x = self.xslots * (step * self.tokens * 256 + ceil_div(step * parts * self.tokens * 4, 128) * 128)
+        sums = 0 if self.cluster * self.warps_k == 1 else warps * self.strips * self.tokens * 64
+        one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= self.warps_n * self.strips * 4
+        rings = max(weights + x, sums) if one_pass else weights + x + sums
+        return rings + self.tokens * 4 + self.xslots * 16 + warps * self.slots * 8
 
 
 def _units(cluster: int, strips: int, sms: int) -> int:
@@ -223,6 +236,29 @@ def many_configs(n: int, k: int, group: int, tokens: int, sms: int) -> list[Conf
     return sorted(found, key=lambda c: found[c])
 
 
+def wgmma_configs(n: int, k: int, group: int, tokens: int, sms: int) -> list[Config]:
+    """For ``--tune``: of the kernel on wgmma, which nothing chooses by itself. Cheapest first: strips that stand empty,
+    passes over x."""
+    found = []
+    strips, tiles = ceil_div(n, TILE_N), ceil_div(k, TILE_K)
+    shapes = itertools.product((1, 2, 4), ((1, 1), (1, 2), (2, 1)), (1, 2), (1, 2, 4), (3, 2))
+    for cluster, (warps_n, warps_k), each, chunk, xslots in shapes if group == TILE_K and tokens >= 8 else ():
+        depth, units = ceil_div(tiles, cluster), _units(cluster, strips, sms)
+        rows = warps_n * each * 4
+        passes = ceil_div(ceil_div(strips, units), rows)
+        if depth < warps_k * chunk or (cluster > 1 and passes > 1):
+            continue
+        config = Config(
+            "wgmma", tokens, units * cluster, cluster, each, 1, warps_k, chunk=chunk, warps_n=warps_n, xslots=xslots
+        )
+        stage = rows * warps_k * chunk * int4_tile_bytes(group) + 32 * warps_n * warps_k
+        slots = min(16, passes * ceil_div(depth, warps_k * chunk), (SMEM - 128 - config.smem(n, k, group)) // stage + 1)
+        if slots >= 2:
+            empty = passes * rows * units / strips
+            found.append((empty + 0.2 * passes - 0.1 * warps_n * warps_k, replace(config, slots=slots)))
+    return [config for _, config in sorted(found, key=lambda f: f[0])]
+
+
 def _cost(config: Config, n: int, k: int) -> float:
     """Of a block of a many kernel, in bytes of memory: weights, with the time that warps without a strip or a tile
     stand still; x, from L2 and, once for each warp along the rows, from shared memory; sums."""
@@ -268,13 +304,13 @@ def kernel_of(
     if config.kind == "one":
         constants |= {"WARPS": config.warps, "WK": config.warps_k, "S": config.strips, "CHUNK": config.chunk}
         constants |= {"BATCH": config.batch}
-    elif config.kind == "many":
+    elif config.kind in NORMED:
         constants |= {"WN": config.warps_n, "WK": config.warps_k, "S": config.strips, "CHUNK": config.chunk}
         constants |= {"XSLOTS": config.xslots}
     else:
         constants |= {"WK": config.warps_k, "PASS": config.strips, "LEAD": -1}
     constants |= {"SLOTS": config.slots, "DELAY": config.delay, "PREFETCH": config.prefetch, "SMEM": smem}
-    if config.kind != "many":  # there rms_rows_sm90.cu has multiplied by it
+    if config.kind not in NORMED:
         constants |= {"GAIN": int(gain)}
     constants |= common.flags(half, prologue, epilogue)
     shape = jit.Shape(config.grid, config.threads, smem, config.cluster)
@@ -363,15 +399,15 @@ def launch(
 
     def run(x: Tensor, residual: Tensor | None, y: Tensor | None) -> Tensor:
         made = kernel(n, k, group, x.numel() // k, half, prologue, epilogue, sms, gain is not None)
-        many = made.source == SOURCES["many"]
-        return launch_with(made, many, x, packed, n, k, bias, residual, eps, scale, prologue, epilogue, gain, y)
+        normed = made.source in [SOURCES[kind] for kind in NORMED]
+        return launch_with(made, normed, x, packed, n, k, bias, residual, eps, scale, prologue, epilogue, gain, y)
 
     return common.in_parts(x, n, k, residual, epilogue, TOKENS[-1], run)
 
 
 def launch_with(
     kernel: jit.Kernel,
-    many: bool,
+    normed: bool,
     x: Tensor,
     packed: Tensor,
     n: int,
@@ -385,8 +421,8 @@ def launch_with(
     gain: Tensor | None,
     y: Tensor | None = None,
 ) -> Tensor:
-    """One kernel of :func:`kernel_of`; before one for many tokens, the norm."""
+    """One kernel of :func:`kernel_of`; before one of the kinds in NORMED, the norm."""
     norm = gain
-    if many:
+    if normed:
         x, norm = _normalise(x, k, gain, eps) if prologue == "rms" else (x, None)
     return common.launch(kernel, x, packed, n, k, bias, residual, eps, scale, epilogue, y, (norm,))

@@ -58,6 +58,16 @@ def test_int4_groups_and_float16(lin, group, dtype):
         assert bench.check_one(lin, tokens, group, dtype) <= ROUNDINGS
 
 
+@pytest.mark.parametrize("lin", [s for s in SHAPES if s.k % 8 == 0 and s.n > 16], ids=identity)
+@pytest.mark.parametrize("tokens", [5, 8, 16, 27, 32])
+def test_wgmma(lin, tokens):
+    """No configuration is chosen without a measurement: all kinds of division, on every shape."""
+    bound = next(b for b in int4.TOKENS if tokens <= b)
+    configs = int4.wgmma_configs(lin.n, lin.k, 128, bound, 132)
+    for config in configs[:: max(1, len(configs) // 4)]:
+        assert bench.check_one(lin, tokens, 128, torch.bfloat16, config) <= ROUNDINGS, config
+
+
 @pytest.mark.parametrize("lin", bench.linears("70b"), ids=identity)
 @pytest.mark.parametrize("tokens", [1, 8, 32])
 def test_int4_70b(lin, tokens):

@@ -75,6 +75,21 @@ def test_all_kernels(config):
 
 
 @pytest.mark.slow
+def test_kernels_on_wgmma():
+    """Nothing chooses them yet: every kind of division that --tune would try."""
+    kernels = []
+    for tokens in (8, 32):
+        for n, k, prologue, epilogue in ((28672, 4096, "rms", "swiglu"), (4096, 14336, "", "residual")):
+            configs = linear_int4_sm90.wgmma_configs(n, k, 128, tokens, 132)
+            for c in (configs[0], configs[-1]):
+                assert 0 < c.smem(n, k, 128) <= 115_712
+                kernels.append(linear_int4_sm90.kernel_of(c, n, k, 128, False, prologue, epilogue))
+    check(kernels)
+    assert not any(k.cubin.resources.serialized for k in kernels)
+    assert linear_int4_sm90.wgmma_configs(4096, 4096, 64, 32, 132) == []  # one scale a tile
+
+
+@pytest.mark.slow
 def test_variants_of_the_format():
     check(fp8_kernels())
     check(jit.kernels_of(LLAMA_8B, (1, 8, 32), half=True))
