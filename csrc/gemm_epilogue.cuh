@@ -174,8 +174,8 @@ struct Epilogue {
     DEVICE void report(float* act, int lane) const {
         const u32 most = redux_max(__float_as_uint(amax)), any = redux_max(bad != bad);
         if (lane == 0) {
-            atomic_max(act + AMAX, __uint_as_float(most));
-            if (any) atomic_max(act + BAD, 1.0f);
+            red_max(act + AMAX, __uint_as_float(most));
+            if (any) red_max(act + BAD, 1.0f);
         }
     }
 };

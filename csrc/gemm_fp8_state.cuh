@@ -1,23 +1,12 @@
 // The state of delayed FP8 scaling (formats.fp8_state) as kernels read and write it.
 #pragma once
-#include "ptx.cuh"
+#include "gemm_ptx.cuh"
 
 // 0 .. 15: amax history, newest first. 21 .. 23 belong to a call in flight and are zero between calls.
 enum Fp8Slot { HISTORY = 16, SCALE = 16, CALLS = 17, SATURATIONS = 18, FROZEN = 19, NON_FINITE = 20 };
 enum Fp8Flight { AMAX = 21, BAD = 22, ARRIVED = 23 };  // of all blocks: largest |x|, blocks that saw no number, blocks
 enum Fp8Scaling { DELAYED, STATIC, DYNAMIC, ROWS };    // ROWS: one scale per row, its largest value / 448
 constexpr float E4M3_MAX = 448.0f;
-
-DEVICE void atomic_max(float* p, float v) {  // v >= 0, where floats are ordered as their bits
-    asm volatile("red.global.max.u32 [%0], %1;" ::"l"(p), "r"(__float_as_uint(v)) : "memory");
-}
-DEVICE void atomic_add(float* p, float v) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory"); }
-DEVICE u32 atomic_count(float* p) {
-    u32 r;
-    asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(r) : "l"(p) : "memory");
-    return r;
-}
-DEVICE float ld_global_cg_f32(const float* p) { return __uint_as_float(ld_global_cg_u32(p)); }
 
 // The smallest normal 2^k with amax * headroom <= 448 * 2^k; 1 where that is 0.
 DEVICE float power_of_two(float amax, float headroom_over_max) {

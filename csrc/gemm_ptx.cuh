@@ -98,6 +98,21 @@ DEVICE u16 cvt_e4m3x2(float x, float y) {
     return r;
 }
 
+// ---- over all blocks
+// --------------------------------------------------------------------------------------------------
+
+// v >= 0, where floats are ordered as their bits.
+DEVICE void red_max(float* p, float v) {
+    asm volatile("red.global.max.u32 [%0], %1;" ::"l"(p), "r"(__float_as_uint(v)) : "memory");
+}
+// How often it was called before, on a word that was zero.
+DEVICE u32 atom_count(float* p) {
+    u32 r;
+    asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(r) : "l"(p) : "memory");
+    return r;
+}
+DEVICE float ld_global_cg_f32(const float* p) { return __uint_as_float(ld_global_cg_u32(p)); }
+
 // ---- wgmma ---------------------------------------------------------------------------------------------------------
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -39,15 +39,26 @@ struct Row {
 #pragma unroll
             for (int j = 0; j < 8; ++j) f(x[i][j]);
     }
-    DEVICE void store(u8* row, float inverse) const {
+    // x / scale as the reference rounds it: a reciprocal would move values off the middle between two codes, where many
+    // are when the scale is a row's own. By a power of two both are the same.
+    DEVICE void store(u8* row, float scale) const {
+        if (__float_as_uint(scale) << 9) {
+            write(row, [&](float v) { return v / scale; });
+        } else {
+            const float inverse = 1.0f / scale;
+            write(row, [&](float v) { return v * inverse; });
+        }
+    }
+    template <class F>
+    DEVICE void write(u8* row, F scaled) const {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             const int at = i * THREADS + threadIdx.x;
             u32 words[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j)
-                words[j] = cvt_e4m3x2(x[i][4 * j] * inverse, x[i][4 * j + 1] * inverse) |
-                           u32(cvt_e4m3x2(x[i][4 * j + 2] * inverse, x[i][4 * j + 3] * inverse)) << 16;
+                words[j] = cvt_e4m3x2(scaled(x[i][4 * j]), scaled(x[i][4 * j + 1])) |
+                           u32(cvt_e4m3x2(scaled(x[i][4 * j + 2]), scaled(x[i][4 * j + 3]))) << 16;
             if (at < K / 8) st_global_v2(row + at * 8, words[0], words[1]);
         }
     }
@@ -107,26 +118,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         u8* const out = codes + (long long)blockIdx.x * K;
         if (phase == 2) {
-            row.store(out, 1.0f / planned);
+            row.store(out, planned);
         } else {
             float amax = 0.0f, bad = 0.0f;
             row.each([&](float& v) { amax = fmaxf(amax, fabsf(v)), bad += v * 0.0f; });
             amax = over_block(amax, [](float a, float b) { return fmaxf(a, b); });
-            if (threadIdx.x == 0) atomic_max(state + AMAX, amax);
-            if (bad != bad) atomic_max(state + BAD, 1.0f);
+            if (threadIdx.x == 0) red_max(state + AMAX, amax);
+            if (bad != bad) red_max(state + BAD, 1.0f);
             if (phase == 1) return;
             if (scaling == ROWS) {
                 const float scale = row_scale(amax);
-                row.store(out, 1.0f / scale);
+                row.store(out, scale);
                 if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
             } else if (planned != 0.0f) {
-                row.store(out, 1.0f / planned);
+                row.store(out, planned);
             }
         }
         // Writes and maxima of this block before its arrival, those of all blocks before the last one goes on.
         __threadfence();
         __syncthreads();
-        if (threadIdx.x == 0) last = atomic_count(state + ARRIVED) == gridDim.x - 1;
+        if (threadIdx.x == 0) last = atom_count(state + ARRIVED) == gridDim.x - 1;
         __syncthreads();
         if (!last) return;
         __threadfence();
@@ -144,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (again != 0.0f)
             for (int r = 0; r < int(gridDim.x); ++r) {
                 prepare(row, x + (long long)r * ldx, eps, nullptr);
-                row.store(codes + (long long)r * K, 1.0f / again);
+                row.store(codes + (long long)r * K, again);
             }
     }
 }

@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         // The same launch once more does nothing unless the first one's scale was wrong, or not known yet. Its last
         // block to have read the state moves it on.
         bool last = false;
-        if (again && lane == 0) last = atomic_count(act + ARRIVED) == gridDim.x - 1;
+        if (again && lane == 0) last = atom_count(act + ARRIVED) == gridDim.x - 1;
         if (__shfl_sync(0xFFFFFFFF, int(last), 0)) {
             if (lane == 0) *out_step = scale8;
             fp8_record(act, state, choice, plan.frozen, amax, bad > 0.0f, scaling, lane);
