@@ -16,7 +16,8 @@ constexpr bool RMS = FU_RMS, CODES = FU_CODES, HALF = FU_HALF;
 static_assert(K % 8 == 0 && THREADS % 32 == 0 && THREADS <= 1024, "16-byte loads, whole warps");
 
 struct Row {
-    float x[VECTORS][8];
+    u32 words[VECTORS][4];  // as loaded: 16 bits a value, half of the registers that float32 would take
+    float rstd = 1.0f;
 
     DEVICE void load(const u16* row) {
 #pragma unroll
@@ -24,20 +25,18 @@ struct Row {
             const int at = i * THREADS + threadIdx.x;
             u32x4 v = {};
             if (at < K / 8) v = ld_global_cg_v4(row + at * 8);
-            const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                x[i][2 * j] = to_f32<HALF>(u16(words[j]));
-                x[i][2 * j + 1] = to_f32<HALF>(u16(words[j] >> 16));
-            }
+            words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
         }
     }
+    DEVICE float raw(int i, int j) const { return to_f32<HALF>(u16(words[i][j / 2] >> (j % 2 * 16))); }
+    // What is multiplied; infinities are NaN.
+    DEVICE float value(int i, int j) const { return nan_unless_finite(raw(i, j) * rstd); }
     template <class F>
-    DEVICE void each(F f) {
+    DEVICE void each(F f) const {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
-            for (int j = 0; j < 8; ++j) f(x[i][j]);
+            for (int j = 0; j < 8; ++j) f(i, j);
     }
     // x / scale as the reference rounds it: a reciprocal would move values off the middle between two codes, where many
     // are when the scale is a row's own. By a power of two both are the same.
@@ -57,8 +56,8 @@ struct Row {
             u32 words[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j)
-                words[j] = cvt_e4m3x2(scaled(x[i][4 * j]), scaled(x[i][4 * j + 1])) |
-                           u32(cvt_e4m3x2(scaled(x[i][4 * j + 2]), scaled(x[i][4 * j + 3]))) << 16;
+                words[j] = cvt_e4m3x2(scaled(value(i, 4 * j)), scaled(value(i, 4 * j + 1))) |
+                           u32(cvt_e4m3x2(scaled(value(i, 4 * j + 2)), scaled(value(i, 4 * j + 3)))) << 16;
             if (at < K / 8) st_global_v2(row + at * 8, words[0], words[1]);
         }
     }
@@ -82,20 +81,14 @@ DEVICE float over_block(float v, F f) {
     return v;
 }
 
-// The row as it is multiplied; infinities are NaN.
-DEVICE void prepare(Row& row, const u16* x, float eps, float* rstd) {
+DEVICE void prepare(Row& row, const u16* x, float eps) {
     row.load(x);
     if constexpr (RMS) {
         float sum = 0.0f;
-        row.each([&](float& v) { sum += v * v; });
+        row.each([&](int i, int j) { sum += row.raw(i, j) * row.raw(i, j); });
         sum = over_block(sum, [](float a, float b) { return a + b; });
-        const float r = 1.0f / sqrtf(sum * (1.0f / K) + eps);
-        if constexpr (CODES)
-            row.each([&](float& v) { v *= r; });
-        else if (threadIdx.x == 0)
-            *rstd = r;
+        row.rstd = 1.0f / sqrtf(sum * (1.0f / K) + eps);
     }
-    if constexpr (CODES) row.each([](float& v) { v = nan_unless_finite(v); });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -106,7 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const u16* const in = x + (long long)blockIdx.x * ldx;
     Row row;
     if constexpr (!CODES) {
-        prepare(row, in, eps, rstd + blockIdx.x);
+        prepare(row, in, eps);
+        if (threadIdx.x == 0) rstd[blockIdx.x] = row.rstd;
     } else {
         const int lane = threadIdx.x % 32;
         const bool reads = threadIdx.x < 32;  // one warp deals with the state; in the others `before` is empty
@@ -114,14 +108,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const Fp8Plan plan = before.plan(scaling, lane);
         const float measured = before.at(AMAX);
         if (threadIdx.x == 0) planned = phase == 2 ? fp8_choose(plan, measured, scaling).scale : plan.scale;
-        prepare(row, in, eps, nullptr);
+        prepare(row, in, eps);
         __syncthreads();
         u8* const out = codes + (long long)blockIdx.x * K;
         if (phase == 2) {
             row.store(out, planned);
         } else {
             float amax = 0.0f, bad = 0.0f;
-            row.each([&](float& v) { amax = fmaxf(amax, fabsf(v)), bad += v * 0.0f; });
+            row.each([&](int i, int j) { amax = fmaxf(amax, fabsf(row.value(i, j))), bad += row.value(i, j) * 0.0f; });
             amax = over_block(amax, [](float a, float b) { return fmaxf(a, b); });
             if (threadIdx.x == 0) red_max(state + AMAX, amax);
             if (bad != bad) red_max(state + BAD, 1.0f);
@@ -154,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         if (again != 0.0f)
             for (int r = 0; r < int(gridDim.x); ++r) {
-                prepare(row, x + (long long)r * ldx, eps, nullptr);
+                prepare(row, x + (long long)r * ldx, eps);
                 row.store(codes + (long long)r * K, again);
             }
     }

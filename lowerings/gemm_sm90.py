@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from fu_compile.lowerings import decode_linear as common
 from fu_compile.lowerings.decode_linear import SMEM_MAX, SMS, ceil_div
-from fu_compile.lowerings.reference_linear import steps_of
+from fu_compile.lowerings.reference_linear import check_gain, dense_int4, steps_of
 from torch import Tensor
 
 from fu_compile import formats, jit
@@ -365,21 +365,25 @@ def rstd_of(x: Tensor, eps: float) -> Tensor:
 
 
 def _refuses(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, prologue: str, epilogue: str
+    x: Tensor,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    epilogue: str,
 ) -> str | None:
-    """Why neither operator runs this call, or none. Works on fake tensors."""
-    n, k = weight.shape
+    """Why no product with a weight of this shape and dtype runs this call, or none. Works on fake tensors."""
+    n, k = shape
     columns = n // 2 if "swiglu" in epilogue else n
     reasons: tuple[tuple[bool, Callable[[], str]], ...] = (
         (x.dtype not in (torch.bfloat16, torch.float16), lambda: f"activations are {x.dtype}, not 16 bits"),
         (x.dim() == 0 or x.shape[-1] != k, lambda: f"the input has {x.shape[-1]} features, the weight {k}"),
         (
-            k * weight.element_size() % 16 != 0,
-            lambda: f"rows of {k} {weight.dtype} are no multiple of 16 bytes, which tensor copies need",
+            k * dtype.itemsize % 16 != 0,
+            lambda: f"rows of {k} {dtype} are no multiple of 16 bytes, which tensor copies need",
         ),
         (k % 8 != 0 or k > 32768, lambda: f"{k} input features are not a multiple of 8 up to 32768"),
         (columns % 8 != 0, lambda: f"{columns} output features are no multiple of 8 (16-byte rows)"),
-        (not weight.is_contiguous(), lambda: "the weight is not contiguous"),
         (bias is not None and bias.dtype != x.dtype, lambda: "the bias has another dtype than the activations"),
         (
             residual is not None and (residual.dtype != x.dtype or residual.shape != (*x.shape[:-1], columns)),
@@ -390,21 +394,30 @@ def _refuses(
     return next((say() for wrong, say in reasons if wrong), None) or common.unavailable(x.device.index or 0)
 
 
+def _refuses_weight(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, epilogue: str
+) -> str | None:
+    if not weight.is_contiguous():
+        return "the weight is not contiguous"
+    n, k = weight.shape
+    return _refuses(x, (n, k), weight.dtype, bias, residual, epilogue)
+
+
 def accepts_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, act: Tensor, *rest: Any) -> str | None:
     """Why this call of ``linear_fp8`` is not ours, or none."""
-    bias, residual, _eps, _scale, prologue, epilogue, scaling = rest
+    bias, residual, _eps, _scale, _prologue, epilogue, scaling = rest
     if scaling == "none":
         return "the activations are not quantised"
     if formats.fp8_is_observed():
         return "the inputs are observed while static scales are calibrated"
     if weight.dtype != torch.float8_e4m3fn:
         return f"the weight is {weight.dtype}, not e4m3"
-    return _refuses(x, weight, bias, residual, prologue, epilogue)
+    return _refuses_weight(x, weight, bias, residual, epilogue)
 
 
 def accepts_mlp(x: Tensor, *rest: Any) -> str | None:
     """Why this call of ``mlp_fp8`` is not ours, or none."""
-    weight, _, _, bias, down, _, _, down_bias, residual, _eps, _scale, prologue, epilogue, scaling = rest
+    weight, _, _, bias, down, _, _, down_bias, residual, _eps, _scale, _prologue, epilogue, scaling = rest
     if scaling not in ("delayed", "static"):
         return f"scaling={scaling!r}: the scale of the row between the products is not known before it"
     if formats.fp8_is_observed():
@@ -415,17 +428,24 @@ def accepts_mlp(x: Tensor, *rest: Any) -> str | None:
     if down.shape[1] != inner or inner % 16:
         return f"{inner} inner features are no multiple of 16, or not those of a weight {list(down.shape)}"
     first = "swiglu" if bias is None else "bias|swiglu"
-    return _refuses(x, weight, bias, None, prologue, first) or _refuses(
-        x.new_empty((*x.shape[:-1], inner)), down, down_bias, residual, "", epilogue
+    between = x.new_empty((*x.shape[:-1], inner))
+    return _refuses_weight(x, weight, bias, None, first) or _refuses_weight(
+        between, down, down_bias, residual, epilogue
     )
 
 
 def accepts_bf16(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
     """Why this call of ``linear_bf16`` is not ours, or none."""
-    bias, residual, _eps, _scale, prologue, epilogue = rest
+    bias, residual, _eps, _scale, _prologue, epilogue = rest
     if weight.dtype != x.dtype:
         return f"the weight is {weight.dtype}, the input {x.dtype}"
-    return _refuses(x, weight, bias, residual, prologue, epilogue)
+    return _refuses_weight(x, weight, bias, residual, epilogue)
+
+
+def accepts_int4(x: Tensor, packed: Tensor, n: int, k: int, group: int, *rest: Any) -> str | None:
+    """Why this call of ``linear_int4`` is not ours, or none."""
+    bias, residual, _eps, _scale, _prologue, epilogue = rest[:6]
+    return _refuses(x, (n, k), x.dtype, bias, residual, epilogue)
 
 
 def _run(
@@ -550,9 +570,45 @@ def linear_bf16(
     )
 
 
-LAUNCH: dict[str, Callable[..., Any]] = {"linear_fp8": linear_fp8, "linear_bf16": linear_bf16, "mlp_fp8": mlp_fp8}
+def linear_int4(
+    x: Tensor,
+    packed: Tensor,
+    n: int,
+    k: int,
+    group: int,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    scale: float,
+    prologue: str,
+    epilogue: str,
+    gain: Tensor | None = None,
+) -> Tensor:
+    """packed: formats.pack_int4; more tokens than decode has. The codes become x's dtype, at every call, and are freed.
+
+    What is multiplied is x * gain rounded to x's dtype, and the finished row times 1 / rms, as the operator says.
+    """
+    rms, steps = steps_of(prologue, epilogue)
+    check_gain(gain, k, rms)
+    flat = _flat(x, k)
+    rstd = rstd_of(flat, eps) if rms and flat.shape[0] else None
+    if gain is not None:
+        flat = (flat.float() * gain).to(x.dtype)
+    weight = dense_int4(packed, n, k, group, "swiglu" in steps).to(x.dtype).contiguous()
+    return _run(
+        x, flat, weight, residual, epilogue, False, rstd=rstd, bias=bias if "bias" in steps else None, scale=scale
+    )
+
+
+LAUNCH: dict[str, Callable[..., Any]] = {
+    "linear_fp8": linear_fp8,
+    "linear_bf16": linear_bf16,
+    "linear_int4": linear_int4,
+    "mlp_fp8": mlp_fp8,
+}
 ACCEPTS: dict[str, Callable[..., str | None]] = {
     "linear_fp8": accepts_fp8,
     "linear_bf16": accepts_bf16,
+    "linear_int4": accepts_int4,
     "mlp_fp8": accepts_mlp,
 }

@@ -183,6 +183,20 @@ def test_operators_are_the_reference(epilogue, prologue, dtype):
         assert bench.relative(gemm_sm90.linear_fp8(*args, scaling), want) < 6e-3  # codes on a boundary
 
 
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("gain", [True, False])
+@pytest.mark.parametrize("shape", [(512, 576), (328, 200)], ids=str)
+def test_packed_int4(epilogue, gain, shape):
+    n, k = shape
+    packed = formats.pack_int4(formats.quantize_int4(torch.randn(n, k, device="cuda") / k**0.5, 64))
+    x, _, *tail = operands("linear_bf16", n, k, BF16, "rms", epilogue)
+    row = torch.rand(k, device="cuda").bfloat16() + 0.5 if gain else None
+    args = (x, packed, n, k, 64, *tail, row)
+    assert gemm_sm90.accepts_int4(*args) is None
+    # the weight is rounded to bfloat16 once more than in the reference
+    assert bench.relative(gemm_sm90.linear_int4(*args), reference_linear.linear_int4(*args)) < 6e-3
+
+
 def test_strided_input_and_residual():
     """Rows of a larger matrix are read where they are."""
     _, w, *rest = operands("linear_bf16", 512, 576, BF16, "", "residual")

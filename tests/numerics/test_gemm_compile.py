@@ -140,7 +140,9 @@ def arguments(op: str, **changed):
     bias = torch.empty(n, dtype=changed.pop("bias_dtype", dtype)) if "bias" in steps else None
     residual = torch.empty(2, 5, changed.pop("residual", columns), dtype=dtype) if "residual" in steps else None
     common_args = (bias, residual, 1e-5, 1.0, "rms", steps)
-    if op == "linear_bf16":
+    if op == "linear_int4":
+        args = (x, torch.empty(1, dtype=torch.uint8), n, k, 128, *common_args, None)
+    elif op == "linear_bf16":
         args = (x, torch.empty(n, k, dtype=changed.pop("weight_dtype", dtype)), *common_args)
     else:
         weight = torch.empty(n, k, dtype=changed.pop("weight_dtype", FP8))
@@ -168,7 +170,11 @@ def arguments(op: str, **changed):
         ("linear_bf16", {"weight_dtype": F16}, "the weight is torch.float16"),
         ("linear_bf16", {"k": 36}, "multiple of 16 bytes"),
         ("linear_bf16", {"k": 40000}, "up to 32768"),
+        ("linear_int4", {"k": 36}, "multiple of 16 bytes"),
+        ("linear_int4", {"n": 500}, "500 output features"),
+        ("linear_int4", {"dtype": torch.float32}, "not 16 bits"),
         # and what is ours everywhere but here
+        ("linear_int4", {"epilogue": "swiglu"}, "written for Hopper"),
         ("linear_fp8", {}, "written for Hopper"),
         ("linear_bf16", {"epilogue": "bias|residual", "dtype": F16}, "written for Hopper"),
     ],
@@ -183,7 +189,7 @@ def test_refusals_name_their_reason(op, changed, says):
 def test_ours_on_hopper(monkeypatch):
     monkeypatch.setattr(common, "unavailable", lambda device: None)
     with FakeTensorMode():
-        for op in ("linear_fp8", "linear_bf16"):
+        for op in ("linear_fp8", "linear_bf16", "linear_int4"):
             for epilogue in reference_linear._EPILOGUES:
                 if "swiglu|residual" not in epilogue:
                     assert gemm_sm90.ACCEPTS[op](*arguments(op, epilogue=epilogue)) is None
@@ -195,6 +201,7 @@ def test_it_stands_before_the_others():
         "linear_fp8_sm90", "gemm_sm90", "cublas_prefill"
     ]  # fmt: skip
     assert TABLE["linear_bf16"][0].launch is gemm_sm90.linear_bf16
+    assert TABLE["linear_int4"][1].launch is gemm_sm90.linear_int4
     assert TABLE["mlp_fp8"][0].launch is gemm_sm90.mlp_fp8
     assert set(gemm_sm90.LAUNCH) <= set(ops.SCHEMAS)
 
