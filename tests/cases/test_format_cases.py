@@ -424,7 +424,11 @@ def test_b33_swiglu_beyond_half_precision():
         assert logits.dtype == torch.float16
         assert logits[fits].isfinite().all()
         assert rms(logits[fits].float() - known[fits]) < error * rms(known[fits])
-        assert not logits[beyond].isfinite().any()  # as in eager: infinity, and not a number that was clipped
+        if logits is last:
+            assert not logits[beyond].isfinite().any()  # as in eager: infinity, and not a number that was clipped
+        else:  # in prefill that row never is float16: it goes from float32 to e4m3 with a scale that holds it
+            assert logits[beyond].isfinite().all()
+            assert rms(logits[beyond].float() - known[beyond]) < error * rms(known[beyond])
 
 
 # ---- B34: a norm folded into a tied head -----------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_codes(k, scaling, rms):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0.0)
         # rstd's last bit moves values over the boundary of a code now and then
         differ = (codes.view(torch.uint8) & 127 != want.view(torch.uint8) & 127).float().mean()
-        assert float(differ) < 2e-3
+        assert float(differ) < (2e-3 if scaling != "row" else 2e-2)  # a row's own scale: values between two codes
         if call == 1 and scaling == "static":
             for state in (ours, theirs):
                 formats.fp8_freeze(state)
