@@ -329,8 +329,8 @@ E4M3_MAX = 448.0
 
 
 FP8_FRACTIONS = 8
-"""Scales per octave that are tried for each row of an FP8 weight: 12 % less squared error than the first alone, 16 would
-give 14 % (normal random weights)."""
+"""Scales per octave that are tried for each row of an FP8 weight: 12 % less squared error than the first alone, 16 give
+14 % (normal random weights)."""
 _FP8_CHUNK = 1 << 18
 """Weights searched at a time on a CPU: the temporaries stay in its cache."""
 
