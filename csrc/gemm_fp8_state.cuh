@@ -60,5 +60,32 @@ DEVICE void fp8_record(float* state, const Fp8State& old, Fp8Choice c, bool froz
     if (lane >= AMAX) v = 0.0f;
     if (lane <= ARRIVED) state[lane] = v;
 }
+// What a kernel does that writes e4m3 with a planned scale, launched twice: the second launch (`again`) does nothing
+// unless the first one's scale was wrong, or not known yet. Its last block to have read the state moves it on.
+struct Fp8Decision {
+    float scale;
+    bool run;
+};
+// By all threads of all blocks; `smem`: 8 bytes. One warp reads, decides and tells the others.
+DEVICE Fp8Decision fp8_decide(float* state, float* step, u32 smem, int scaling, bool again) {
+    const int lane = threadIdx.x % 32;
+    if (threadIdx.x < 32) {
+        const Fp8State now(state, lane);
+        const Fp8Plan plan = now.plan(scaling, lane);
+        const float amax = now.at(AMAX), bad = now.at(BAD);
+        const Fp8Choice choice = fp8_choose(plan, amax, scaling);
+        const float scale = again ? choice.scale : plan.scale == 0.0f ? 1.0f : plan.scale;
+        if (lane == 0) st_shared_f2(smem, {scale, !again || choice.again ? 1.0f : 0.0f});
+        float last = 0.0f;
+        if (again && lane == 0) last = atom_count(state + ARRIVED) == gridDim.x - 1 ? 1.0f : 0.0f;
+        if (__shfl_sync(0xFFFFFFFF, last, 0) != 0.0f) {
+            if (lane == 0) *step = scale;
+            fp8_record(state, now, choice, plan.frozen, amax, bad > 0.0f, scaling, lane);
+        }
+    }
+    __syncthreads();
+    const f32x2 said = ld_shared_f2(smem);
+    return {said.x, said.y != 0.0f};
+}
 // Infinities become NaN, which the conversion keeps; it would make 448 of them.
 DEVICE float nan_unless_finite(float v) { return v + v * 0.0f; }

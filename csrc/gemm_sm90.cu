@@ -95,27 +95,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
     Schedule schedule(m);
 #if FU_OUT8
-    // One warp reads the state of the output, decides and tells the others.
-    const u32 decision = ring + DECISION;
-    if (threadIdx.x < 32) {
-        const Fp8State state(act, lane);
-        const Fp8Plan plan = state.plan(scaling, lane);
-        const float amax = state.at(AMAX), bad = state.at(BAD);
-        const Fp8Choice choice = fp8_choose(plan, amax, scaling);
-        const float scale8 = again ? choice.scale : plan.scale == 0.0f ? 1.0f : plan.scale;
-        if (lane == 0) st_shared_f2(decision, {scale8, !again || choice.again ? 1.0f : 0.0f});
-        // The same launch once more does nothing unless the first one's scale was wrong, or not known yet. Its last
-        // block to have read the state moves it on.
-        bool last = false;
-        if (again && lane == 0) last = atom_count(act + ARRIVED) == gridDim.x - 1;
-        if (__shfl_sync(0xFFFFFFFF, int(last), 0)) {
-            if (lane == 0) *out_step = scale8;
-            fp8_record(act, state, choice, plan.frozen, amax, bad > 0.0f, scaling, lane);
-        }
-    }
-    __syncthreads();
-    const f32x2 decided = ld_shared_f2(decision);
-    if (decided.y == 0.0f) schedule.count = 0;
+    const Fp8Decision decided = fp8_decide(act, out_step, ring + DECISION, scaling, again);
+    if (!decided.run) schedule.count = 0;
 #endif
     const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     if (group == 0) {
@@ -175,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if constexpr (TYPE == E4M3) input = ld_global_cg_f32(step);
         Out out{input, channel, rstd, bias, squares, scale, m};
 #if FU_OUT8
-        out.inverse = 1.0f / decided.x;
+        out.inverse = 1.0f / decided.scale;
 #endif
         const auto free_slot = [&](int slot) {
             if constexpr (CLUSTER == 1) {

@@ -1,4 +1,4 @@
-"""csrc/gemm_rows_sm90.cu on the CPU: each thread of a block a thread of this machine, against formats.fp8_quantize.
+"""csrc/gemm_rows_sm90.cu on the CPU: each thread of a block a thread of this machine, against fp8_quantize.
 
 What a GPU does alone (the order in which blocks run, memory that another block wrote) is for tests/gpu; here are the
 arithmetic, the exchange between lanes and warps, the state and which block moves it on.
@@ -66,6 +66,10 @@ static inline u32 redux_max(u32 v) {
     return most;
 }
 struct u32x4 { u32 x, y, z, w; };
+struct f32x2 { float x, y; };
+static f32x2 memory_[4];
+static inline void st_shared_f2(u32 a, f32x2 v) { memory_[a / 8] = v; }
+static inline f32x2 ld_shared_f2(u32 a) { return memory_[a / 8]; }
 static inline u32x4 ld_global_cg_v4(const void* p) { u32x4 v; std::memcpy(&v, p, 16); return v; }
 static inline float ld_global_cg_f32(const float* p) { return *p; }
 static inline void st_global_v2(void* p, u32 x, u32 y) { u32 v[2] = {x, y}; std::memcpy(p, v, 8); }
@@ -96,34 +100,53 @@ static inline u8 e4m3(float v) {
 static inline u16 cvt_e4m3x2(float x, float y) { return u16(e4m3(x) | e4m3(y) << 8); }
 """
 
-LAUNCH = r"""
-extern "C" void launch(int grid, const u16* x, u8* codes, float* rstd, float* state, float* step, int ldx, float eps,
-                       int scaling, int phase) {
+RUN = r"""
+template <class F> static void run(int grid, unsigned count, F kernel) {
     gridDim.x = grid;
     for (unsigned b = 0; b < gridDim.x; ++b) {
-        std::barrier<> block(THREADS);
+        std::barrier<> block(count);
         block_ = &block;
-        std::vector<Warp> warps_of(THREADS / 32);
+        std::vector<Warp> warps_of(count / 32);
         std::vector<std::thread> threads;
-        for (unsigned t = 0; t < THREADS; ++t)
+        for (unsigned t = 0; t < count; ++t)
             threads.emplace_back([&, t] {
                 threadIdx.x = t, blockIdx.x = b, warp_ = &warps_of[t / 32];
-                FU_KERNEL(x, codes, rstd, state, step, ldx, eps, scaling, phase);
+                kernel();
             });
         for (auto& t : threads) t.join();
     }
 }
 """
 
+LAUNCH = r"""
+extern "C" void launch(int grid, const u16* x, u8* codes, float* rstd, float* state, float* step, int ldx, float eps,
+                       int scaling, int phase) {
+    run(grid, THREADS, [&] { FU_KERNEL(x, codes, rstd, state, step, ldx, eps, scaling, phase); });
+}
+"""
 
-def build(folder: Path, kernel: jit.Kernel) -> ctypes.CDLL:
-    """The kernel as a shared library. Without g++ this is an error: the kernel would go unchecked."""
-    for name in ("ptx.cuh", "gemm_ptx.cuh"):
-        (folder / name).write_text(PTX)
+DECIDE = r"""
+#include "gemm_fp8_state.cuh"
+extern "C" void decide(int grid, float* state, float* step, int scaling, int again, float* scales, int* runs) {
+    run(grid, 64, [&] {
+        const Fp8Decision d = fp8_decide(state, step, 8, scaling, again);
+        if (threadIdx.x == 63) scales[blockIdx.x] = d.scale, runs[blockIdx.x] = d.run;
+    });
+}
+extern "C" void seen(float* state, float amax, int bad) {
+    red_max(state + AMAX, amax);
+    if (bad) red_max(state + BAD, 1.0f);
+}
+"""
+
+
+def build(folder: Path, name: str, text: str) -> ctypes.CDLL:
+    """A shared library of device code. Without g++ this is an error: the code would go unchecked."""
+    for header in ("ptx.cuh", "gemm_ptx.cuh"):
+        (folder / header).write_text(PTX + RUN)
     (folder / "gemm_fp8_state.cuh").write_text((CSRC / "gemm_fp8_state.cuh").read_text())
-    _, text = jit.render(kernel.source, kernel.constants)
-    source = folder / f"rows_{kernel.constants['RMS']}{kernel.constants['CODES']}.cpp"
-    source.write_text(text + LAUNCH)
+    source = folder / f"{name}.cpp"
+    source.write_text(text)
     so = source.with_suffix(".so")
     command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-Wno-unknown-pragmas"]
     done = subprocess.run([*command, source, "-o", so], capture_output=True, text=True, check=False)
@@ -138,10 +161,11 @@ K, ROWS = 520, 4
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
-    made = {
-        (rms, codes): build(folder, gemm_sm90.rows_kernel(K, rms, codes, False))
-        for rms, codes in ((True, True), (False, True), (True, False))
-    }
+    made = {}
+    for rms, codes in ((True, True), (False, True), (True, False)):
+        kernel = gemm_sm90.rows_kernel(K, rms, codes, False)
+        _, text = jit.render(kernel.source, kernel.constants)
+        made[rms, codes] = build(folder, f"rows_{rms}_{codes}", text + LAUNCH)
     assert gemm_sm90.rows_kernel(K, True, True, False).shape.block == 64
     return made
 
@@ -179,13 +203,12 @@ def test_codes_scale_and_state(libraries, scaling, rms):
         for phase in (1, 2) if scaling == "dynamic" else (0,):
             launch(libraries[rms, True], x, codes, where[0], ours, where[1], scaling, phase)
         row = x.float()
-        want, want_step = formats.fp8_quantize(reference_linear.normalized(row, 1e-5) if rms else row, theirs, scaling)
+        row = reference_linear.normalized(row, 1e-5) if rms else row
+        want, want_step = formats.fp8_quantize(row, theirs, scaling)
         torch.testing.assert_close(step.view(-1), want_step.view(-1), rtol=1e-6, atol=0.0)
-        if scaling == "row":  # the recorded scale counts a row of zeros as 1 there, as nothing here
-            ours[formats.FP8_SLOTS["scale"]] = theirs[formats.FP8_SLOTS["scale"]]
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
-        # The last bit of rstd moves a value over the boundary of a code. With a row's own scale rstd cancels, and 16-bit
-        # values over another one are often exactly between two codes.
+        # The last bit of rstd moves a value over the boundary of a code. With a row's own scale rstd cancels, and
+        # 16-bit values over another one are often exactly between two codes.
         differ = code_bytes(codes) != code_bytes(want)
         assert float(differ.float().mean()) <= (0.0 if not rms else 2e-3 if scaling != "row" else 2e-2)
         if call == 1 and scaling == "static":
@@ -202,3 +225,29 @@ def test_rstd(libraries):
     rstd = torch.full((ROWS,), float("nan"))
     launch(libraries[True, False], x, None, rstd, None, None, "delayed", 0)
     torch.testing.assert_close(rstd, reference_linear.rstd(x.float(), 1e-5)[:, 0], rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "static"])
+def test_an_output_is_written_again_only_if_its_scale_was_wrong(tmp_path, scaling):
+    """The GEMM with e4m3 output, launched twice: scale, state and decision of every block."""
+    lib, grid = build(tmp_path, "decide", DECIDE), 3
+    ours, theirs = formats.fp8_state(), formats.fp8_state()
+    number = gemm_sm90._SCALINGS[scaling]
+    for call, amax in enumerate((3.0, 2.5, 900.0, 1.0, 0.0, 5e4, 7.0)):
+        bad = call == 3
+        x = torch.tensor([amax / 2, -amax, float("nan") if bad else 0.0])
+        step = torch.full((), float("nan"))
+        scales, runs = torch.zeros(2, grid), torch.zeros(2, grid, dtype=torch.int32)
+        lib.decide(grid, pointer(ours), pointer(step), number, 0, pointer(scales[0]), pointer(runs[0]))
+        lib.seen(pointer(ours), ctypes.c_float(amax), int(bad))
+        lib.decide(grid, pointer(ours), pointer(step), number, 1, pointer(scales[1]), pointer(runs[1]))
+        _, want = formats.fp8_quantize(x, theirs, scaling)
+        assert torch.equal(step, want)
+        assert scales[1].tolist() == [float(want)] * grid
+        assert runs[0].tolist() == [1] * grid
+        wrong = call == 0 or float(scales[0, 0]) != float(want)
+        assert runs[1].tolist() == [int(wrong)] * grid
+        assert torch.equal(ours, theirs)
+        if call == 1 and scaling == "static":
+            for state in (ours, theirs):
+                formats.fp8_freeze(state)
