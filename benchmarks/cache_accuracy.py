@@ -1,7 +1,8 @@
 """What the INT4 cache costs in perplexity: every format, with and without calibration, on SmolLM2's real weights.
 
     python benchmarks/cache_accuracy.py                        # all rows; under an hour on two idle cores
-    python benchmarks/cache_accuracy.py --only plain packed    # some groups; the file keeps the rows of the others
+    python benchmarks/cache_accuracy.py --only plain packed    # some groups; rows of the same commit are kept
+    python benchmarks/cache_accuracy.py --only channel --merge OLD.json     # others from an earlier run: each says which
     python benchmarks/cache_accuracy.py --packed DIR           # weights that fu_compile.save left there, not GPTQ now
 
 Protocol: WikiText-2 raw (test), windows of 2,048 tokens (fu_compile/evaluate.py). Everything goes through an Int4Cache
@@ -50,8 +51,9 @@ BIAS = {"boundary": (300.0, 150.0), "inner": (20.0, 10.0), "rest": 0.3}
 constant of random sign, larger in the first and the last layer; all others get normal noise of size ``rest``. Reported
 of Qwen2.5-7B (huggingface/transformers#35185): norms of 600 to 900 at the boundary layers, a median of 22; here 581 and
 39."""
-GROUPS = ("plain", "packed", "biased", "every")
-"""What --only takes: formats and tables on SmolLM2, INT4 weights beside, the biased model, and no exact page."""
+GROUPS = ("plain", "packed", "channel", "biased", "every")
+"""What --only takes: tables on SmolLM2, INT4 weights beside, keys per channel (of both models), tables on the biased
+model, and no exact page."""
 RANDOM = (4, 512)
 """Sequences and length of the random token ids that stand in for calibration text."""
 
@@ -90,18 +92,25 @@ class Bench:
         """The groups that were asked for."""
         only = self.args.only
         plain = models.smollm2()[0]
-        if set(only) & {"plain", "packed", "every"} and not self._base(""):
+        if set(only) != {"biased"} and not self._base(""):
             self._eager("eager", plain)
         if "packed" in only:
             self._packed()
         fu_compile.rotate_values(plain)
         if "plain" in only:
             self._model("", plain)
-        if "biased" in only:
+        if "channel" in only:
+            self._channel("", plain)
+        if {"biased", "channel"} & set(only):
             model, _ = models.smollm2()
             biased(model)
-            self._eager("biased eager", model)
-            self._model("biased ", fu_compile.rotate_values(model))
+            if not self._base("biased "):
+                self._eager("biased eager", model)
+            fu_compile.rotate_values(model)
+            if "channel" in only:
+                self._channel("biased ", model)
+            if "biased" in only:
+                self._model("biased ", model)
         if "every" in only:
             tables = self._calibrated(plain, self.valid)
             self._cache("every", plain, "every cached token in INT4, calibrated", tables=tables, exact_page=False)
@@ -110,7 +119,6 @@ class Bench:
         """Rows of one float model whose values are rotated: formats and sources of the key tables, exact page."""
         config = model.config
         heads, dim = models.heads_of(config)[1:]
-        self._cache(name + "channel", model, "keys per channel and page", kv_cache=formats.CHANNEL)
         self._cache(name + "page, no tables", model, "no key tables")
         tables = keys.tables_of(model, heads, dim)
         self._cache(name + "page, uncalibrated", model, "tables from weights and single tokens", tables=tables)
@@ -123,6 +131,10 @@ class Bench:
         self.notes[name + "tables"] = str(tables)
         self.notes[name + "attention errors"] = [round(e, 4) for e in tables.errors]
         self._cache(name + "page", model, "calibrated on text", tables=tables)
+
+    def _channel(self, name: str, model: Any) -> None:
+        """Keys per channel, whose minima are kept small by the tables that the model gives without calibration."""
+        self._cache(name + "channel", model, "keys per channel and page", kv_cache=formats.CHANNEL, model=model)
 
     def _calibrated(self, model: Any, batches: list[Tensor]) -> keys.KeyTables:
         start = time.perf_counter()
@@ -157,6 +169,7 @@ class Bench:
         with self._bar(name, rows * (self.batch.shape[1] - 1)) as bar, models.uncompiled(model), keeping_decoded():
             nll = score(bar.update)
         row: dict[str, Any] = {"row": name, "how": how, "nll": nll, "perplexity": math.exp(statistics.fmean(nll))}
+        row["commit"] = commit()
         row["seconds"] = round(time.perf_counter() - start, 1)
         base = self._base("biased " * name.startswith("biased"))
         if base is not None:
@@ -176,9 +189,9 @@ class Bench:
         return next((r for r in self.rows if r["row"] == prefix + "eager"), None)
 
     def _merge(self) -> None:
-        """Takes in the rows that another run of the same day and commit has written and this one has not."""
-        if self.file.exists():
-            there = json.loads(self.file.read_text())
+        """Takes in the rows that this run has not: of another run of the same day and commit, and of ``--merge``."""
+        for file in filter(None, (self.file if self.file.exists() else None, self.args.merge)):
+            there = json.loads(file.read_text())
             mine = {r["row"] for r in self.rows}
             self.rows = [r for r in there["rows"] if r["row"] not in mine] + self.rows
             self.notes = {**there["notes"], **self.notes}
@@ -225,6 +238,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=evaluate.LENGTH)
     parser.add_argument("--packed", type=Path, help="a folder of fu_compile.save (GPTQ, groups of 64)")
     parser.add_argument("--only", nargs="+", default=GROUPS, choices=GROUPS)
+    parser.add_argument("--merge", type=Path, help="an earlier result: rows that are not measured now come from it")
     parser.add_argument("--quick", action="store_true", help="two windows of 256 tokens, nothing is written")
     args = parser.parse_args()
     if args.quick:

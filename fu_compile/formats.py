@@ -740,7 +740,7 @@ def per_channel(k_scales: Tensor) -> bool:
     return k_scales.dim() == 5
 
 
-def encode_key_pages(k: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+def encode_key_pages(k: Tensor, mean: Tensor, first_page: int = 0) -> tuple[Tensor, Tensor]:
     """Keys after RoPE, one range per channel and page of 64 tokens: the robust format.
 
     ::
@@ -752,6 +752,9 @@ def encode_key_pages(k: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     nor a balance (one factor per channel would change no code). The mean only keeps the float16 minima small. With the
     queries times the steps, a kernel multiplies bare codes: q k = (q step) code + q minimum, the latter once per page.
 
+    In page 0 the step is a little larger (range / 14), so that the grid can be laid through the key of the sequence's
+    first token, which every query reads: it decodes to itself but for the minimum's rounding.
+
     Within half a step of each value, beside the minimum's float16 rounding; magnitudes over 65504 saturate. A value
     that is not finite takes part in no range and decodes to some finite value: who writes keys marks the token in its
     values (``Store.encode``), since NaN here would spread over the 64 tokens of a channel.
@@ -759,6 +762,7 @@ def encode_key_pages(k: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         k: [B, Hkv, P * 64, D] floating, D even.
         mean: [Hkv, D] f32.
+        first_page: index in the cache of the first of these pages.
 
     Returns:
         codes [B, Hkv, P, 64, D/2] u8, ranges [B, Hkv, P, 2, D] f16: steps, then minima.
@@ -776,6 +780,12 @@ def encode_key_pages(k: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     low, high = (torch.where(torch.isfinite(t), t, 0.0) for t in (low, high))  # no finite value in the channel
     minima = low.clamp(-_F16_MAX, _F16_MAX).to(torch.float16)
     steps = _to_f16_scale(((high - minima.float()) / 15.0).clamp_(0.0, _F16_MAX))
+    if first_page == 0 and x.shape[2]:
+        low, high, first = low[:, :, 0], high[:, :, 0], x[:, :, 0, 0]
+        step = _to_f16_scale(((high - low) / 14.0).clamp_(0.0, _F16_MAX))
+        start = first - torch.ceil((first - low) / _divisor(step)) * step.float()  # at most one step below the lowest
+        start = torch.where(torch.isfinite(first), start, low)
+        steps[:, :, 0], minima[:, :, 0] = step, start.clamp_(-_F16_MAX, _F16_MAX).to(torch.float16)
     q = (x - minima.float()[..., None, :]) / _divisor(steps)[..., None, :]
     codes = torch.round(q).nan_to_num_(0.0).clamp_(0.0, 15.0)
     return _pack_nibbles(codes), torch.stack((steps, minima), 3)

@@ -38,10 +38,10 @@ def rows(batch, tokens, dtype=torch.float32, dim=DIM):
     return torch.randn(batch, HEADS, tokens, dim).to(dtype), torch.randn(batch, HEADS, tokens, dim).to(dtype)
 
 
-def through(k, v, tables, kv_format="int4"):
+def through(k, v, tables, kv_format="int4", page=0):
     """Keys and values [B, H, T, D] as quantised pages give them back."""
     if kv_format == formats.CHANNEL:
-        keys = formats.decode_key_pages(*formats.encode_key_pages(k, tables[0]), tables[0])
+        keys = formats.decode_key_pages(*formats.encode_key_pages(k, tables[0], page), tables[0])
     else:
         keys = formats.decode_keys(*formats.encode_keys(k, *tables), *tables)
     return keys.to(k.dtype), formats.decode_rows(*formats.encode_rows(v)).to(v.dtype)
@@ -67,7 +67,7 @@ class Plain:
         for page in range(first // PAGE, self.length // PAGE):
             at = slice(page * PAGE, (page + 1) * PAGE)
             page_rows = self.k[:, :, at], self.v[:, :, at]
-            self.k[:, :, at], self.v[:, :, at] = through(*page_rows, self.tables, self.kv_format)
+            self.k[:, :, at], self.v[:, :, at] = through(*page_rows, self.tables, self.kv_format, page)
         if not self.exact_page:
             at = slice(max(first, self.length // PAGE * PAGE), None)
             self.k[:, :, at], self.v[:, :, at] = through(self.k[:, :, at], self.v[:, :, at], self.tables)
