@@ -2,7 +2,7 @@
 
     python benchmarks/cache_accuracy.py                        # all rows; under an hour on two idle cores
     python benchmarks/cache_accuracy.py --only plain packed    # some groups; rows of the same commit are kept
-    python benchmarks/cache_accuracy.py --only channel --merge OLD.json     # others from an earlier run: each says which
+    python benchmarks/cache_accuracy.py --only channel --merge OLD.json   # the others from an earlier run
     python benchmarks/cache_accuracy.py --packed DIR           # weights that fu_compile.save left there, not GPTQ now
 
 Protocol: WikiText-2 raw (test), windows of 2,048 tokens (fu_compile/evaluate.py). Everything goes through an Int4Cache
@@ -134,7 +134,8 @@ class Bench:
 
     def _channel(self, name: str, model: Any) -> None:
         """Keys per channel, whose minima are kept small by the tables that the model gives without calibration."""
-        self._cache(name + "channel", model, "keys per channel and page", kv_cache=formats.CHANNEL, model=model)
+        tables = keys.tables_of(model, *models.heads_of(model.config)[1:])
+        self._cache(name + "channel", model, "keys per channel and page", kv_cache=formats.CHANNEL, tables=tables)
 
     def _calibrated(self, model: Any, batches: list[Tensor]) -> keys.KeyTables:
         start = time.perf_counter()
