@@ -753,7 +753,7 @@ def encode_key_pages(k: Tensor, mean: Tensor, first_page: int = 0) -> tuple[Tens
     queries times the steps, a kernel multiplies bare codes: q k = (q step) code + q minimum, the latter once per page.
 
     In page 0 the step is a little larger (range / 14), so that the grid can be laid through the key of the sequence's
-    first token, which every query reads: it decodes to itself but for the minimum's rounding.
+    first (finite) token, which every query reads: it decodes to itself but for the minimum's rounding.
 
     Within half a step of each value, beside the minimum's float16 rounding; magnitudes over 65504 saturate. A value
     that is not finite takes part in no range and decodes to some finite value: who writes keys marks the token in its
@@ -781,7 +781,9 @@ def encode_key_pages(k: Tensor, mean: Tensor, first_page: int = 0) -> tuple[Tens
     minima = low.clamp(-_F16_MAX, _F16_MAX).to(torch.float16)
     steps = _to_f16_scale(((high - minima.float()) / 15.0).clamp_(0.0, _F16_MAX))
     if first_page == 0 and x.shape[2]:
-        low, high, first = low[:, :, 0], high[:, :, 0], x[:, :, 0, 0]
+        low, high = low[:, :, 0], high[:, :, 0]
+        at = finite[:, :, 0].to(torch.uint8).argmax(2, keepdim=True)  # padding may hold anything
+        first = x[:, :, 0].gather(2, at)[:, :, 0]
         step = _to_f16_scale(((high - low) / 14.0).clamp_(0.0, _F16_MAX))
         start = first - torch.ceil((first - low) / _divisor(step)) * step.float()  # at most one step below the lowest
         start = torch.where(torch.isfinite(first), start, low)
