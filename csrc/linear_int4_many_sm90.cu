@@ -1,15 +1,12 @@
 // y[m, N] = E(P(x)[m, K] . W[N, K]^T), INT4 weights, 3 to 32 tokens. Hopper (sm_90a).
 //
-//   cluster (of CLUSTER blocks)   owns strips of 16 rows; its blocks split K, sums meet through distributed shared
-//   memory
+//   cluster (of CLUSTER blocks)   owns strips of 16 rows; its blocks split K, their sums meet in shared memory
 //   step                          WK x CHUNK tiles of K, for all strips of a pass (WN warps x S strips)
-//   consumer warp (wn, wk)        S strips x CHUNK tiles of the step: every fragment of x read from shared memory
-//   serves
-//                                 S strips, every dequantised word TOKENS / 8 mma. One lane refills the warp's own
-//                                 ring of weights (SLOTS steps) by cp.async.bulk: no warp waits for another's weights
-//   last warp                     rows of x into a ring of XSLOTS steps, as they lie in memory (one cp.async.bulk a
-//   row);
-//                                 sums of x per group and token (mma with ones), what the zero points cost
+//   consumer warp (wn, wk)        S strips x CHUNK tiles of the step: a fragment of x read from shared memory serves S
+//                                 strips, a dequantised word TOKENS / 8 mma. One lane refills the warp's own ring of
+//                                 weights (SLOTS steps) by cp.async.bulk: no warp waits for another's weights
+//   last warp                     rows of x by cp.async into a ring of XSLOTS steps, as they lie in memory; above 16
+//                                 tokens their sums per group (mma with ones), what the zero points cost
 //
 // Nothing is done to x here: rows are read with 64 bytes between them so that 16-byte loads of a warp meet every bank
 // once, and 16 bytes are the B operands of two steps of mma (layout.cuh, int4_nibble). A norm before the linear has
@@ -51,9 +48,8 @@ constexpr int SLOT = S * CHUNK * TILE, X = (WARPS * SLOTS * SLOT + 127) / 128 * 
 constexpr int PITCH = STEP * 256 + 64, XSUM = TOKENS * PITCH,
               XSLOT = XSUM + (OWN_SUMS ? 0 : STEP * GROUPS * TOKENS * 4);
 constexpr int RINGS = X + XSLOTS * XSLOT, SUM_BYTES = DIRECT ? 0 : WK * PASS * NB * 512;
-constexpr int SUMS = ONE_PASS ? 0 : RINGS, RSTD = ONE_PASS && SUM_BYTES > RINGS ? SUM_BYTES
-                                                  : SUMS                        ? SUMS + SUM_BYTES
-                                                                                : RINGS;
+constexpr int SUMS = ONE_PASS ? 0 : RINGS;
+constexpr int RSTD = ONE_PASS ? (SUM_BYTES > RINGS ? SUM_BYTES : RINGS) : SUMS + SUM_BYTES;
 constexpr int BARS = RSTD + TOKENS * 4, WBARS = BARS + XSLOTS * 24, BYTES = WBARS + WARPS * SLOTS * 8;
 static_assert(BYTES == FU_SMEM, "the lowering computes the same size");
 

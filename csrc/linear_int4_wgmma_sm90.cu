@@ -1,15 +1,13 @@
 // y[m, N] = E(P(x)[m, K] . W[N, K]^T), INT4 weights in groups of 128, up to 32 tokens, on wgmma. Hopper (sm_90a).
 //
-//   cluster (of CLUSTER blocks)    owns strips of 16 rows; its blocks split K, sums meet through distributed shared
-//   memory step                           WK x CHUNK tiles of K, for all strips of a pass (WN warpgroups x S x 4
-//   strips) consumer warpgroup (wn, wk)    S times 64 rows, one strip of each a warp: dequantised words are the A
-//   operand of
+//   cluster (of CLUSTER blocks)    owns strips of 16 rows; its blocks split K, their sums meet in shared memory
+//   step                           WK x CHUNK tiles of K, for all strips of a pass (WN warpgroups x S x 4 strips)
+//   consumer warpgroup (wn, wk)    S times 64 rows, one strip of each a warp: dequantised words are the A operand of
 //                                  wgmma.m64nTOKENSk16 in registers, x is its B operand in shared memory; while one
 //                                  step multiplies, the words of the next become operands
 //   consumer warp                  one lane refills the warp's own ring of weights (SLOTS steps) by cp.async.bulk
-//   last warpgroup                 rows of x by cp.async into a ring of XSLOTS steps, then in place into the order of
-//   the
-//                                  operand; sums of x per tile and token, what the zero points cost
+//   last warpgroup                 rows of x by cp.async into a ring of XSLOTS steps, then in place into the operand's
+//                                  order; sums of x per tile and token, what the zero points cost
 //
 // Order of the columns: lane t of a fragment owns columns 8t .. 8t+7 of 32 (layout.cuh, int4_nibble), so k of a step is
 // not the column. A core matrix (8 rows x 16 bytes) q = 0..3 of 32 columns is made of the column pairs q, q + 4, q + 8,
