@@ -123,22 +123,17 @@ def ours(
     return int4.launch(x, packed, lin.n, lin.k, group, bias, residual, EPS, 0.5, lin.prologue, lin.epilogue, gain)
 
 
-def with_config(
-    config: int4.Config,
+def run_kernel(
+    kernel: jit.Kernel,
     x: Tensor,
     packed: Tensor,
     lin: Linear,
-    group: int,
     bias: Tensor | None,
     residual: Tensor | None,
     gain: Tensor | None,
 ) -> Tensor:
-    half, gained = x.dtype == torch.float16, gain is not None
-    kernel = int4.kernel_of(config, lin.n, lin.k, group, half, lin.prologue, lin.epilogue, gained)
-    normed = config.kind in int4.NORMED
-    return int4.launch_with(
-        kernel, normed, x, packed, lin.n, lin.k, bias, residual, EPS, 0.5, lin.prologue, lin.epilogue, gain
-    )
+    """A given kernel in the place of the one that is chosen."""
+    return int4.launch_with(kernel, x, packed, lin.n, lin.k, bias, residual, EPS, 0.5, lin.prologue, lin.epilogue, gain)
 
 
 @functools.cache
@@ -179,7 +174,9 @@ def check_one(lin: Linear, tokens: int, group: int, dtype: torch.dtype, config: 
     gain = gain_of(lin) if takes_gain(lin, dtype) else None
     run = functools.partial(ours, x, packed, lin, group, bias, residual, gain)
     if config is not None:
-        run = functools.partial(with_config, config, x, packed, lin, group, bias, residual, gain)
+        half, gained = dtype == torch.float16, gain is not None
+        kernel = int4.kernel_of(config, lin.n, lin.k, group, half, lin.prologue, lin.epilogue, gained)
+        run = functools.partial(run_kernel, kernel, x, packed, lin, bias, residual, gain)
     y, again = run(), run()
     if not torch.equal(y, again):
         return float("inf")
@@ -522,21 +519,7 @@ def tune(model: str, tokens: int, seconds: float, rounds: int = 2) -> dict[str, 
         jit.warmup([kernels[lin.name, c] for lin, c in wanted], progress=False)
 
     def run(lin: Linear, c: int4.Config, v: Tensor, w: Tensor, residual: Tensor | None) -> Tensor:
-        return int4.launch_with(
-            kernels[lin.name, c],
-            c.kind == "many",
-            v,
-            w,
-            lin.n,
-            lin.k,
-            None,
-            residual,
-            EPS,
-            0.5,
-            lin.prologue,
-            lin.epilogue,
-            gain_of(lin),
-        )
+        return run_kernel(kernels[lin.name, c], v, w, lin, None, residual, gain_of(lin))
 
     best: dict[str, list[int4.Config]] = {}
     for lin in shapes:

@@ -38,6 +38,7 @@ SOURCES = {
 }
 NORMED = ("many", "wgmma")
 """Before these the norm is a launch of its own, which multiplies by the gain."""
+_NORMED_SOURCES = frozenset(SOURCES[kind] for kind in NORMED)
 
 
 @dataclass(frozen=True)
@@ -399,15 +400,13 @@ def launch(
 
     def run(x: Tensor, residual: Tensor | None, y: Tensor | None) -> Tensor:
         made = kernel(n, k, group, x.numel() // k, half, prologue, epilogue, sms, gain is not None)
-        normed = made.source in [SOURCES[kind] for kind in NORMED]
-        return launch_with(made, normed, x, packed, n, k, bias, residual, eps, scale, prologue, epilogue, gain, y)
+        return launch_with(made, x, packed, n, k, bias, residual, eps, scale, prologue, epilogue, gain, y)
 
     return common.in_parts(x, n, k, residual, epilogue, TOKENS[-1], run)
 
 
 def launch_with(
     kernel: jit.Kernel,
-    normed: bool,
     x: Tensor,
     packed: Tensor,
     n: int,
@@ -423,6 +422,6 @@ def launch_with(
 ) -> Tensor:
     """One kernel of :func:`kernel_of`; before one of the kinds in NORMED, the norm."""
     norm = gain
-    if normed:
+    if kernel.source in _NORMED_SOURCES:
         x, norm = _normalise(x, k, gain, eps) if prologue == "rms" else (x, None)
     return common.launch(kernel, x, packed, n, k, bias, residual, eps, scale, epilogue, y, (norm,))
