@@ -448,21 +448,13 @@ def kernels_of(config: Any, tokens: Iterable[int] = (1, 8, 32), group: int = 128
     """
     from fu_compile.lowerings import attention_int4_sm90 as attention
     from fu_compile.lowerings import linear_int4_sm90 as int4
-    from fu_compile.models import heads_of
+    from fu_compile.models import linears_of
 
     config = getattr(config, "text_config", None) or config
-    heads, kv, dim = heads_of(config)
-    biased = bool(getattr(config, "attention_bias", False)) or config.model_type.startswith("qwen2")
-    hidden, inner = config.hidden_size, config.intermediate_size
-    linears = (
-        ((heads + 2 * kv) * dim, hidden, "rms", "bias" if biased else ""),
-        (hidden, heads * dim, "", "residual"),
-        (2 * inner, hidden, "rms", "swiglu"),
-        (hidden, inner, "", "residual"),
-    )
+    linears = linears_of(config)
     tokens = list(tokens)
     bounds = sorted({next((b for b in int4.TOKENS if t <= b), int4.TOKENS[-1]) for t in tokens})
-    norms = [int4.norm_kernel(hidden, 1, half, not half)] if max(bounds) > int4.FEW_TOKENS else []
+    norms = [int4.norm_kernel(config.hidden_size, 1, half, not half)] if max(bounds) > int4.FEW_TOKENS else []
     return [
         int4.kernel(n, k, group, bound, half, prologue, epilogue, int4.SMS, prologue == "rms" and not half)
         for bound in bounds

@@ -183,6 +183,20 @@ def heads_of(config: Any) -> tuple[int, int, int]:
     return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
+def linears_of(config: Any) -> tuple[tuple[int, int, str, str], ...]:
+    """(output rows, input columns, prologue, epilogue) of a decoder layer's four projections as the passes join them:
+    q, k and v; o; gate and up; down. ``config``: a text configuration of the Llama kind."""
+    heads, kv, dim = heads_of(config)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    biased = bool(getattr(config, "attention_bias", False)) or config.model_type.startswith("qwen2")
+    return (
+        ((heads + 2 * kv) * dim, hidden, "rms", "bias" if biased else ""),
+        (hidden, heads * dim, "", "residual"),
+        (2 * inner, hidden, "rms", "swiglu"),
+        (hidden, inner, "", "residual"),
+    )
+
+
 def static_cache(model: Any, length: int, batch_size: int = 1) -> Any:
     """An allocated transformers ``StaticCache`` of ``length`` slots on the model's device, in its dtype.
 

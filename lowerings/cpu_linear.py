@@ -8,12 +8,21 @@ the epilogue, as in the uncompiled model; both are below the step of the 4 or 8 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from fu_compile.lowerings.dense import dense
-from fu_compile.lowerings.reference_linear import check_gain, dense_int4, finish, normalized, rounded_row, steps_of
+from fu_compile.lowerings.reference_linear import (
+    check_gain,
+    dense_int4,
+    finish,
+    normalized,
+    rounded_row,
+    steps_of,
+    two_products,
+)
 from torch import Tensor
 
 from fu_compile import formats
@@ -90,27 +99,8 @@ def linear_fp8(
     return finish(y, steps, bias, residual, scale).to(x.dtype)
 
 
-def mlp_fp8(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    act: Tensor,
-    bias: Tensor | None,
-    down: Tensor,
-    down_scale: Tensor,
-    down_act: Tensor,
-    down_bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    scale: float,
-    prologue: str,
-    epilogue: str,
-    scaling: str,
-) -> Tensor:
-    """Two linear_fp8 one after the other; what lies between them is rounded to bfloat16 on its way to e4m3."""
-    first = "swiglu" if bias is None else "bias|swiglu"
-    inner = linear_fp8(x, weight, weight_scale, act, bias, None, eps, 1.0, prologue, first, scaling)
-    return linear_fp8(inner, down, down_scale, down_act, down_bias, residual, eps, scale, "", epilogue, scaling)
+mlp_fp8 = functools.partial(two_products, linear_fp8)
+"""Two linear_fp8 one after the other; what lies between them is rounded to bfloat16 on its way to e4m3."""
 
 
 LAUNCH: dict[str, Callable[..., Tensor]] = {

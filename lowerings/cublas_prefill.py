@@ -16,12 +16,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fu_compile.lowerings.decode_linear import capability
+from fu_compile.lowerings.decode_linear import capability, one
 from fu_compile.lowerings.pages import PAGE, Store, exact_rows, seen
-from fu_compile.lowerings.reference_attention import _HIDDEN as HIDDEN
-from fu_compile.lowerings.reference_attention import _span
+from fu_compile.lowerings.reference_attention import span, without_hidden, zeros_for_blind
 from fu_compile.lowerings.reference_block import merge_heads
-from fu_compile.lowerings.reference_linear import check_gain, dense_int4, finish, normalized, rounded_row, steps_of
+from fu_compile.lowerings.reference_linear import (
+    check_gain,
+    dense_int4,
+    finish,
+    normalized,
+    rounded_row,
+    steps_of,
+    two_products,
+)
 from torch import Tensor
 
 from fu_compile import formats
@@ -39,12 +46,6 @@ def _accepts_linear(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
     if capability(x.device.index or 0) < (8, 9):
         return "FP8 products need compute capability 8.9"
     return None
-
-
-@functools.cache
-def _one(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.ones((), device=device)
 
 
 def linear_fp8(
@@ -67,8 +68,8 @@ def linear_fp8(
     n, k = weight.shape
     rows = step.dim() > 0  # the library multiplies with scales of rows only where it also has one for each column
     y = torch._scaled_mm(
-        codes.reshape(-1, k), weight.contiguous().t(), scale_a=_one(x.device) if rows else step,
-        scale_b=_one(x.device), out_dtype=torch.float32, use_fast_accum=True,
+        codes.reshape(-1, k), weight.contiguous().t(), scale_a=one(x.device) if rows else step,
+        scale_b=one(x.device), out_dtype=torch.float32, use_fast_accum=True,
     )  # fmt: skip
     y = y.mul_(weight_scale).view(*x.shape[:-1], n)
     if rows:
@@ -84,27 +85,8 @@ def _accepts_mlp(x: Tensor, *rest: Any) -> str | None:
     )
 
 
-def mlp_fp8(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    act: Tensor,
-    bias: Tensor | None,
-    down: Tensor,
-    down_scale: Tensor,
-    down_act: Tensor,
-    down_bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    scale: float,
-    prologue: str,
-    epilogue: str,
-    scaling: str,
-) -> Tensor:
-    """Two linear_fp8 one after the other; what lies between them is rounded to x's dtype on its way to e4m3."""
-    first = "swiglu" if bias is None else "bias|swiglu"
-    inner = linear_fp8(x, weight, weight_scale, act, bias, None, eps, 1.0, prologue, first, scaling)
-    return linear_fp8(inner, down, down_scale, down_act, down_bias, residual, eps, scale, "", epilogue, scaling)
+mlp_fp8 = functools.partial(two_products, linear_fp8)
+"""Two linear_fp8 one after the other; what lies between them is rounded to x's dtype on its way to e4m3."""
 
 
 def _accepts_int4(x: Tensor, packed: Tensor, n: int, k: int, *rest: Any) -> str | None:
@@ -167,7 +149,7 @@ def attention_prefill(
     first, live = 0, q.shape[2]
     if not fresh:
         store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
-        first, live = _span(position, keys, store)
+        first, live = span(position, keys, store)
         if first:
             exact = exact_rows(store, keys, k, first), exact_rows(store, values, v, first)
             k, v = (t.to(q.dtype) for t in seen(store, *exact, first // PAGE, keep=False, check=False)[:2])
@@ -178,15 +160,10 @@ def attention_prefill(
     if mask is None:
         mask = torch.arange(live, device=q.device) <= position[:, None]
     mask = mask[(None,) * (4 - mask.dim())][..., :live]
-    # A slot that no query of its sequence may see must not reach the result: its weight is 0, but 0 * NaN is NaN.
-    visible = mask if mask.dtype == torch.bool else mask > HIDDEN
-    used = visible.any(2).any(1)[:, None, :, None]
-    k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
+    k, v = without_hidden(mask, k, v)
     added = mask if mask.dtype == torch.bool else mask.to(q.dtype)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale, enable_gqa=grouped)
-    # A query that may see nothing gives zeros.
-    sees = mask if mask.dtype == torch.bool else mask > float("-inf")
-    return merge_heads(y.masked_fill(~sees.any(-1, keepdim=True), 0.0))
+    return merge_heads(zeros_for_blind(y, mask))
 
 
 LAUNCH: dict[str, Callable[..., Any]] = {

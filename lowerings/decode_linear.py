@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -49,11 +49,46 @@ def multiprocessors(device: int) -> int:
 
 
 @functools.cache
+def one(device: torch.device) -> Tensor:
+    """The number 1, f32, where a kernel wants a scale that the call does not have."""
+    with torch.inference_mode(False):
+        return torch.ones((), device=device)
+
+
+@functools.cache
 def unavailable(device: int) -> str | None:
     """Why no kernel of ours runs on the device with this ordinal, or none."""
     if capability(device) != (9, 0):
         return "written for Hopper (compute capability 9.0)"
     return jit.unavailable()
+
+
+Reason = tuple[bool, Callable[[], str]]
+"""Whether a call is refused for this, and the sentence that says so."""
+
+
+def input_reasons(x: Tensor, k: int) -> tuple[Reason, ...]:
+    """What is wrong with the activations of a 16-bit linear with k input features."""
+    return (
+        (x.dtype not in (torch.bfloat16, torch.float16), lambda: f"activations are {x.dtype}, not 16 bits"),
+        (x.dim() == 0 or x.shape[-1] != k, lambda: f"the input has {x.shape[-1]} features, the weight {k}"),
+    )
+
+
+def operand_reasons(x: Tensor, columns: int, bias: Tensor | None, residual: Tensor | None) -> tuple[Reason, ...]:
+    """What is wrong with the epilogue's operands beside an output of this many columns."""
+    return (
+        (bias is not None and bias.dtype != x.dtype, lambda: "the bias has another dtype than the activations"),
+        (
+            residual is not None and (residual.dtype != x.dtype or residual.shape != (*x.shape[:-1], columns)),
+            lambda: "the residual does not look like the output",
+        ),
+    )
+
+
+def first_of(reasons: Iterable[Reason]) -> str | None:
+    """The first reason that holds, or none."""
+    return next((say() for wrong, say in reasons if wrong), None)
 
 
 def refuses(
@@ -62,20 +97,15 @@ def refuses(
     """Why no CUDA decode linear runs this call, or none. Works on fake tensors."""
     tokens = x.numel() // k if k else 0
     half = n // 2 if "swiglu" in epilogue else n
-    reasons: tuple[tuple[bool, Callable[[], str]], ...] = (
-        (x.dtype not in (torch.bfloat16, torch.float16), lambda: f"activations are {x.dtype}, not 16 bits"),
-        (x.dim() == 0 or x.shape[-1] != k, lambda: f"the input has {x.shape[-1]} features, the weight {k}"),
+    reasons: tuple[Reason, ...] = (
+        *input_reasons(x, k),
         (not 1 <= tokens <= MAX_TOKENS, lambda: f"{tokens} tokens; decode kernels take 1 to {MAX_TOKENS}"),
         (k % 8 != 0, lambda: f"{k} input features are not a multiple of 8 (16-byte loads)"),
         ("swiglu" in epilogue and half % 8 != 0, lambda: f"{half} gate rows are not a multiple of 8"),
         (prologue not in ("", "rms") or epilogue not in _ORDERED, lambda: f"unknown steps {prologue!r}, {epilogue!r}"),
-        (bias is not None and bias.dtype != x.dtype, lambda: "the bias has another dtype than the activations"),
-        (
-            residual is not None and (residual.dtype != x.dtype or residual.shape != (*x.shape[:-1], half)),
-            lambda: "the residual does not look like the output",
-        ),
+        *operand_reasons(x, half, bias, residual),
     )
-    return next((say() for wrong, say in reasons if wrong), None) or unavailable(x.device.index or 0)
+    return first_of(reasons) or unavailable(x.device.index or 0)
 
 
 def rows(t: Tensor, columns: int) -> tuple[Tensor, int]:

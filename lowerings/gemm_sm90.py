@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from fu_compile.lowerings import decode_linear as common
 from fu_compile.lowerings.decode_linear import SMEM_MAX, SMS, ceil_div
-from fu_compile.lowerings.reference_linear import check_gain, dense_int4, steps_of
+from fu_compile.lowerings.reference_linear import check_gain, dense_int4, inner_epilogue, steps_of
 from torch import Tensor
 
 from fu_compile import formats, jit
@@ -176,23 +176,24 @@ def kernels_of(
     """
     from fu_compile.lowerings import qkv_rope_sm90
 
-    from fu_compile.models import heads_of
+    from fu_compile.models import heads_of, linears_of
 
     model = getattr(model, "text_config", None) or model
     heads, kv, dim = heads_of(model)
-    hidden, inner, fp8 = model.hidden_size, model.intermediate_size, prefill == "fp8"
-    tokens = list(tokens)
-    biased = bool(getattr(model, "attention_bias", False)) or model.model_type.startswith("qwen2")
-    linears = (
-        ((heads + 2 * kv) * dim, hidden, "bias" if biased else "", True),
-        (hidden, heads * dim, "residual", False),
-        (2 * inner, hidden, "swiglu", True),
-        (hidden, inner, "residual", False),
-    )
+    hidden, fp8, tokens = model.hidden_size, prefill == "fp8", list(tokens)
     dtype = torch.float8_e4m3fn if fp8 else torch.float16 if half else torch.bfloat16
     found = [
-        kernel(n, k, config, dtype, epilogue, row=rms and not fp8, half=half, out8=fp8 and epilogue == "swiglu")
-        for n, k, epilogue, rms in linears
+        kernel(
+            n,
+            k,
+            config,
+            dtype,
+            epilogue,
+            row=prologue == "rms" and not fp8,
+            half=half,
+            out8=fp8 and epilogue == "swiglu",
+        )
+        for n, k, prologue, epilogue in linears_of(model)
         for config in dict.fromkeys(choose(m, n, epilogue == "swiglu") for m in tokens)
     ]
     found.append(rows_kernel(hidden, True, fp8, half))
@@ -375,23 +376,18 @@ def _refuses(
     """Why no product with a weight of this shape and dtype runs this call, or none. Works on fake tensors."""
     n, k = shape
     columns = n // 2 if "swiglu" in epilogue else n
-    reasons: tuple[tuple[bool, Callable[[], str]], ...] = (
-        (x.dtype not in (torch.bfloat16, torch.float16), lambda: f"activations are {x.dtype}, not 16 bits"),
-        (x.dim() == 0 or x.shape[-1] != k, lambda: f"the input has {x.shape[-1]} features, the weight {k}"),
+    reasons: tuple[common.Reason, ...] = (
+        *common.input_reasons(x, k),
         (
             k * dtype.itemsize % 16 != 0,
             lambda: f"rows of {k} {dtype} are no multiple of 16 bytes, which tensor copies need",
         ),
         (k % 8 != 0 or k > 32768, lambda: f"{k} input features are not a multiple of 8 up to 32768"),
         (columns % 8 != 0, lambda: f"{columns} output features are no multiple of 8 (16-byte rows)"),
-        (bias is not None and bias.dtype != x.dtype, lambda: "the bias has another dtype than the activations"),
-        (
-            residual is not None and (residual.dtype != x.dtype or residual.shape != (*x.shape[:-1], columns)),
-            lambda: "the residual does not look like the output",
-        ),
+        *common.operand_reasons(x, columns, bias, residual),
         ("swiglu|residual" in epilogue, lambda: "SwiGLU with a residual"),
     )
-    return next((say() for wrong, say in reasons if wrong), None) or common.unavailable(x.device.index or 0)
+    return common.first_of(reasons) or common.unavailable(x.device.index or 0)
 
 
 def _refuses_weight(
@@ -427,7 +423,7 @@ def accepts_mlp(x: Tensor, *rest: Any) -> str | None:
     inner = weight.shape[0] // 2
     if down.shape[1] != inner or inner % 16:
         return f"{inner} inner features are no multiple of 16, or not those of a weight {list(down.shape)}"
-    first = "swiglu" if bias is None else "bias|swiglu"
+    first = inner_epilogue(bias)
     between = x.new_empty((*x.shape[:-1], inner))
     return _refuses_weight(x, weight, bias, None, first) or _refuses_weight(
         between, down, down_bias, residual, epilogue
@@ -469,12 +465,6 @@ def _flat(x: Tensor, k: int) -> Tensor:
     return rows.as_strided((x.numel() // k, k), (ld, 1))
 
 
-@functools.cache
-def _one(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.ones((), device=device)
-
-
 PROMOTE_K = 1 << 30
 """From this many input features on e4m3 products are accumulated with promotion: none.
 
@@ -505,7 +495,7 @@ def linear_fp8(
     codes, step = codes_of(flat, act, scaling, rms, eps)
     rstd = None
     if scaling == "row":
-        step, rstd = _one(x.device), step
+        step, rstd = common.one(x.device), step
     return _run(
         x, codes, weight, residual, epilogue, k >= PROMOTE_K, step=step, channel=weight_scale, rstd=rstd,
         bias=bias if "bias" in steps else None, scale=scale,
@@ -538,7 +528,7 @@ def mlp_fp8(
     codes, step = codes_of(flat, act, scaling, rms, eps)
     row = torch.empty((m, inner), dtype=torch.float8_e4m3fn, device=x.device)
     row_step = torch.empty((), dtype=torch.float32, device=x.device)
-    first = "swiglu" if bias is None else "bias|swiglu"
+    first = inner_epilogue(bias)
     sms = common.multiprocessors(x.device.index)
     config = choose(m, 2 * inner, bias is None, weight.shape[1] >= PROMOTE_K, sms)
     gemm(

@@ -67,7 +67,7 @@ def _normed(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * gain.to(torch.float32)
 
 
-def _span(position: Tensor, keys: Tensor, store: Store) -> tuple[int, int]:
+def span(position: Tensor, keys: Tensor, store: Store) -> tuple[int, int]:
     """First position of the call and tokens in the cache after it; CacheLengthError if that is too long."""
     first = int(position[0])
     live = first + position.shape[0]
@@ -110,7 +110,7 @@ def qkv_append(
         CacheLengthError, CacheMismatchError: before anything is written.
     """
     store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
-    first, live = _span(position, keys, store)
+    first, live = span(position, keys, store)
     _check_store(keys, k_codes, qkv.shape[0])
     q, k, v = qkv_rope(qkv, cos, sin, q_norm, k_norm, eps, q_heads, kv_heads, head_dim)
     _write(store, keys, values, k, v, first, live)
@@ -151,7 +151,7 @@ def attention_int4(
 ) -> Tensor:
     """qkv_append and attention in one: -> [B, S, Hq*D] in the dtype of qkv."""
     store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
-    first, live = _span(position, keys, store)
+    first, live = span(position, keys, store)
     _check_store(keys, k_codes, qkv.shape[0])
     q, k, v = _heads(qkv, cos, sin, q_norm, k_norm, eps, q_heads, kv_heads, head_dim)
     if paged(keys, store):  # the unfinished page is read before a finished one makes room for the next
@@ -213,7 +213,7 @@ def attention_prefill(
         y = _attend(q32, k.to(torch.float32), v.to(torch.float32), mask, scale, q.shape[2], causal=True, finite=False)
     else:
         store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
-        first, _ = _span(position, keys, store)
+        first, _ = span(position, keys, store)
         y = _over_cache(q32, k, v, keys, values, store, position, mask, scale, first)
     return merge_heads(y.to(q.dtype))
 
@@ -231,14 +231,24 @@ def _attend(
     if mask.dtype != torch.bool:
         mask = mask.to(torch.float32)
     if not finite:
-        # A slot that no query of its sequence may see must not reach the result: its weight is 0, but 0 * NaN is NaN.
-        visible = mask if mask.dtype == torch.bool else mask > _HIDDEN
-        used = visible.any(2).any(1)[:, None, :, None]
-        k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
+        k, v = without_hidden(mask, k, v)
     y = sdpa(q, k, v, mask, scale)
-    if y.device.type == "cpu":
-        return y
-    # A query that may see nothing gives zeros: the CPU kernels do that by themselves, others have given NaN.
+    # The CPU kernels give zeros by themselves.
+    return y if y.device.type == "cpu" else zeros_for_blind(y, mask)
+
+
+def without_hidden(mask: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with zeros in the slots that no query of their sequence may see; mask: [.., S, L] bool or additive.
+
+    Such a slot must not reach the result: its weight is 0, but 0 * NaN is NaN.
+    """
+    visible = mask if mask.dtype == torch.bool else mask > _HIDDEN
+    used = visible.any(2).any(1)[:, None, :, None]
+    return torch.where(used, k, 0.0), torch.where(used, v, 0.0)
+
+
+def zeros_for_blind(y: Tensor, mask: Tensor) -> Tensor:
+    """y: [B, H, S, D] with zeros for queries that may see nothing, for which kernels have given NaN."""
     sees = mask if mask.dtype == torch.bool else mask > float("-inf")
     return y.masked_fill(~sees.any(-1, keepdim=True), 0.0)
 
@@ -290,7 +300,7 @@ def kv_extend_(
         CacheLengthError, CacheMismatchError: before anything is written.
     """
     store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
-    first, live = _span(position, keys, store)
+    first, live = span(position, keys, store)
     _check_store(keys, k_codes, k.shape[0])
     _write(store, keys, values, k, v, first, live)
 
@@ -315,7 +325,7 @@ def kv_update(
         CacheLengthError, CacheMismatchError: before anything is written.
     """
     store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
-    first, live = _span(position, keys, store)
+    first, live = span(position, keys, store)
     check_length(first, live - 1, length)
     _check_store(keys, k_codes, k.shape[0])
     if not paged(keys, store):

@@ -7,6 +7,7 @@ costs what the float32 model's linear costs.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -216,14 +217,39 @@ def mlp_fp8(
     scaling: str,
 ) -> Tensor:
     """Two linear_fp8 in float32; what lies between them is rounded to e4m3 alone."""
-    tail = (None, eps, 1.0, prologue, "swiglu" if bias is None else "bias|swiglu", scaling)
-    inner = linear_fp8(x.to(torch.float32), weight, weight_scale, act, bias, *tail)
-    if residual is not None:
-        residual = residual.to(torch.float32)
-    y = linear_fp8(
-        inner, down, down_scale, down_act, down_bias, residual, eps, scale, "", epilogue, scaling
+    y = two_products(
+        linear_fp8, x.to(torch.float32), weight, weight_scale, act, bias, down, down_scale, down_act, down_bias,
+        None if residual is None else residual.to(torch.float32), eps, scale, prologue, epilogue, scaling,
     )  # fmt: skip
     return y.to(x.dtype)
+
+
+def inner_epilogue(bias: Tensor | None) -> str:
+    """The epilogue of the first product of an MLP."""
+    return "swiglu" if bias is None else "bias|swiglu"
+
+
+def two_products(
+    linear: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    act: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_act: Tensor,
+    down_bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    scale: float,
+    prologue: str,
+    epilogue: str,
+    scaling: str,
+) -> Tensor:
+    """``mlp_fp8`` as two calls of ``linear``, a linear_fp8; what lies between them is rounded to x's dtype."""
+    inner = linear(x, weight, weight_scale, act, bias, None, eps, 1.0, prologue, inner_epilogue(bias), scaling)
+    return linear(inner, down, down_scale, down_act, down_bias, residual, eps, scale, "", epilogue, scaling)
 
 
 def packed_weight(

@@ -7,7 +7,6 @@ rounding is eager's; the sum of squares is taken in another order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from fu_compile.lowerings import decode_linear as common
@@ -29,7 +28,7 @@ def accepts(x: Tensor, weight: Tensor | None, eps: float) -> str | None:
     """Why this call is not ours, or none."""
     k = x.shape[-1] if x.dim() else 0
     rows = x.numel() // max(k, 1)  # a symbol while a graph of any length is being described: then nothing is asked
-    reasons: tuple[tuple[bool, Callable[[], str]], ...] = (
+    reasons: tuple[common.Reason, ...] = (
         (x.dtype not in (torch.bfloat16, torch.float16), lambda: f"activations are {x.dtype}, not 16 bits"),
         (not MIN <= k <= MAX or k % 8 != 0, lambda: f"{k} columns are not a multiple of 8 from {MIN} to {MAX}"),
         (
@@ -38,7 +37,7 @@ def accepts(x: Tensor, weight: Tensor | None, eps: float) -> str | None:
         ),
         (weight is None or weight.dtype != x.dtype or weight.shape != (k,), lambda: "the gain does not fit the input"),
     )
-    return next((say() for wrong, say in reasons if wrong), None) or common.unavailable(x.device.index or 0)
+    return common.first_of(reasons) or common.unavailable(x.device.index or 0)
 
 
 def launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
