@@ -22,6 +22,7 @@
 // FU_RESIDUAL.
 #include "epilogue.cuh"
 #include "int4.cuh"
+#include "parts.cuh"
 
 namespace {
 constexpr int N = FU_N, K = FU_K, GROUP = FU_GROUP, TOKENS = FU_TOKENS, NB = TOKENS / 8, CLUSTER = FU_CLUSTER;
@@ -186,12 +187,6 @@ DEVICE void multiply(f32x4 (&acc)[S][NB], u32 weights, u32 x, u32 xsum, int lane
         }
     }
 }
-
-DEVICE f32x4 times(f32x4 v, u32 smem, int token) {
-    if constexpr (!RMS) return v;
-    const f32x2 r = ld_shared_f2(smem + RSTD + token * 4);
-    return {v.x * r.x, v.y * r.y, v.z * r.x, v.w * r.y};
-}
 }  // namespace
 
 // Two blocks of up to 16 tokens leave room for a block of rms_rows.
@@ -298,7 +293,8 @@ extern "C" __global__ void __maxnreg__(THREADS > 256 ? 80
 #pragma unroll
                 for (int s = 0; s < S; ++s)
                     if (wn * S + s < count)
-                        epilogue(first + wn * S + s, nb * 8, lane, times(acc[s][nb], smem, nb * 8 + 2 * (lane & 3)),
+                        epilogue(first + wn * S + s, nb * 8, lane,
+                                 times_rstd<RMS>(acc[s][nb], smem + RSTD, nb * 8 + 2 * (lane & 3)),
                                  epilogue.fetch(first + wn * S + s, nb * 8, lane));
         } else {
             bar_sync<CONSUMERS>(1);  // the rings are read, or the sums of the pass before
@@ -307,25 +303,8 @@ extern "C" __global__ void __maxnreg__(THREADS > 256 ? 80
 #pragma unroll
                 for (int nb = 0; nb < NB; ++nb)
                     st_shared_f4(smem + SUMS + (((wk * PASS + wn * S + s) * NB + nb) * 32 + lane) * 16, acc[s][nb]);
-            int i = warp * CLUSTER + rank;
-            auto held = epilogue.fetch(first + i / NB, i % NB * 8, lane);
-            if (CLUSTER > 1)
-                barrier_cluster();
-            else
-                bar_sync<CONSUMERS>(2);
-            for (; i < count * NB; i += WARPS * CLUSTER) {
-                f32x4 v = {0, 0, 0, 0};
-                for (int r = 0; r < CLUSTER; ++r) {
-                    const u32 local = smem + SUMS + (i * 32 + lane) * 16, base = CLUSTER > 1 ? mapa(local, r) : local;
-#pragma unroll
-                    for (int k = 0; k < WK; ++k)
-                        v = v + (CLUSTER > 1 ? ld_cluster_f4(base + k * PASS * NB * 512)
-                                             : ld_shared_f4(base + k * PASS * NB * 512));
-                }
-                epilogue(first + i / NB, i % NB * 8, lane, times(v, smem, i % NB * 8 + 2 * (lane & 3)), held);
-                if (i + WARPS * CLUSTER < count * NB)
-                    held = epilogue.fetch(first + (i + WARPS * CLUSTER) / NB, (i + WARPS * CLUSTER) % NB * 8, lane);
-            }
+            finish_parts<CLUSTER, WK, PASS, NB, WARPS, RMS>(smem + SUMS, smem + RSTD, first, count, warp, rank, lane,
+                                                            epilogue);
         }
     }
     if (CLUSTER > 1) barrier_cluster();  // nobody leaves while its shared memory is being read

@@ -26,6 +26,7 @@
 #include "epilogue.cuh"
 #include "gemm_ptx.cuh"
 #include "int4.cuh"
+#include "parts.cuh"
 
 namespace {
 constexpr int N = FU_N, K = FU_K, TOKENS = FU_TOKENS, NB = TOKENS / 8, CLUSTER = FU_CLUSTER;
@@ -217,12 +218,6 @@ DEVICE void multiply(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u32 x, 
                  fmaf(-z[s].y, xs[nb].y, v.w)};
         }
 }
-
-DEVICE f32x4 times(f32x4 v, u32 smem, int token) {
-    if constexpr (!RMS) return v;
-    const f32x2 r = ld_shared_f2(smem + RSTD + token * 4);
-    return {v.x * r.x, v.y * r.y, v.z * r.x, v.w * r.y};
-}
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -232,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     extern __shared__ __align__(128) u8 shared[];
     const u32 smem = cvta_to_shared(shared);
     const int warp = warp_index(), lane = threadIdx.x & 31;
-    const int rank = int(blockIdx.x) % CLUSTER, unit_id = int(blockIdx.x) / CLUSTER;
+    const int rank = int(blockIdx.x) % CLUSTER, unit_id = int(blockIdx.x) / CLUSTER;  // uniform: no register
     Split p = {int(u32(STRIPS * unit_id) / UNITS), int(u32(STRIPS * (unit_id + 1)) / UNITS), TILES * rank / CLUSTER,
                TILES * (rank + 1) / CLUSTER, 0};
     p.steps = (p.tile_end - p.tile_begin + STEP - 1) / STEP;
@@ -330,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     for (int s = 0; s < S; ++s)
                         if (mine + s * 4 < count)
                             epilogue(first + mine + s * 4, nb * 8, lane,
-                                     times(acc[s][nb], smem, nb * 8 + 2 * (lane & 3)),
+                                     times_rstd<RMS>(acc[s][nb], smem + RSTD, nb * 8 + 2 * (lane & 3)),
                                      epilogue.fetch(first + mine + s * 4, nb * 8, lane));
             } else {
                 bar_sync<CONSUMERS>(1);  // the rings are read, or the sums of the pass before
@@ -340,26 +335,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     for (int nb = 0; nb < NB; ++nb)
                         st_shared_f4(smem + SUMS + (((wk * PASS + mine + s * 4) * NB + nb) * 32 + lane) * 16,
                                      acc[s][nb]);
-                int i = warp * CLUSTER + rank;
-                auto held = epilogue.fetch(first + i / NB, i % NB * 8, lane);
-                if (CLUSTER > 1)
-                    barrier_cluster();
-                else
-                    bar_sync<CONSUMERS>(2);
-                for (; i < count * NB; i += WARPS * CLUSTER) {
-                    f32x4 v = {0, 0, 0, 0};
-                    for (int r = 0; r < CLUSTER; ++r) {
-                        const u32 local = smem + SUMS + (i * 32 + lane) * 16;
-                        const u32 base = CLUSTER > 1 ? mapa(local, r) : local;
-#pragma unroll
-                        for (int k = 0; k < WK; ++k)
-                            v = v + (CLUSTER > 1 ? ld_cluster_f4(base + k * PASS * NB * 512)
-                                                 : ld_shared_f4(base + k * PASS * NB * 512));
-                    }
-                    epilogue(first + i / NB, i % NB * 8, lane, times(v, smem, i % NB * 8 + 2 * (lane & 3)), held);
-                    if (i + WARPS * CLUSTER < count * NB)
-                        held = epilogue.fetch(first + (i + WARPS * CLUSTER) / NB, (i + WARPS * CLUSTER) % NB * 8, lane);
-                }
+                finish_parts<CLUSTER, WK, PASS, NB, WARPS, RMS>(smem + SUMS, smem + RSTD, first, count, warp, rank,
+                                                                lane, epilogue);
             }
         }
         if (CLUSTER > 1) barrier_cluster();  // nobody leaves while its shared memory is being read

@@ -1,0 +1,36 @@
+// Strips whose sums are in parts: over the warps along K (WK) of every block of a cluster (CLUSTER).
+#pragma once
+#include "ptx.cuh"
+
+// v: a fragment's sums; rstd: shared address of the factors of all tokens; token: the fragment's first of this lane.
+template <bool RMS>
+DEVICE f32x4 times_rstd(f32x4 v, u32 rstd, int token) {
+    if constexpr (!RMS) return v;
+    const f32x2 r = ld_shared_f2(rstd + token * 4);
+    return {v.x * r.x, v.y * r.y, v.z * r.x, v.w * r.y};
+}
+
+// Adds them up and ends the pass. sums: [wk][strip of the pass][8 tokens][lane] f32x4 in every block, written by the
+// WARPS warps that call this; first, count: strips of the pass. One order of summation whatever the cluster does.
+template <int CLUSTER, int WK, int PASS, int NB, int WARPS, bool RMS, class E>
+DEVICE void finish_parts(u32 sums, u32 rstd, int first, int count, int warp, int rank, int lane, const E& epilogue) {
+    int i = warp * CLUSTER + rank;
+    auto held = epilogue.fetch(first + i / NB, i % NB * 8, lane);  // early: behind the barrier it would be waited for
+    if (CLUSTER > 1)
+        barrier_cluster();
+    else
+        bar_sync<WARPS * 32>(2);
+    for (; i < count * NB; i += WARPS * CLUSTER) {
+        f32x4 v = {0, 0, 0, 0};
+        for (int r = 0; r < CLUSTER; ++r) {
+            const u32 local = sums + (i * 32 + lane) * 16, base = CLUSTER > 1 ? mapa(local, r) : local;
+#pragma unroll
+            for (int k = 0; k < WK; ++k)
+                v = v + (CLUSTER > 1 ? ld_cluster_f4(base + k * PASS * NB * 512)
+                                     : ld_shared_f4(base + k * PASS * NB * 512));
+        }
+        epilogue(first + i / NB, i % NB * 8, lane, times_rstd<RMS>(v, rstd, i % NB * 8 + 2 * (lane & 3)), held);
+        if (i + WARPS * CLUSTER < count * NB)
+            held = epilogue.fetch(first + (i + WARPS * CLUSTER) / NB, (i + WARPS * CLUSTER) % NB * 8, lane);
+    }
+}
