@@ -181,16 +181,19 @@ TOLERANCE = 2.0
 """Roundings: one is the store, the other float32 summation and the hardware's exp."""
 
 
-def limit(config: Config, dtype: torch.dtype, k: int) -> float:
+def limit(g: Gemm, config: Config, dtype: torch.dtype) -> float:
     """Roundings that a case may be off.
 
     The tensor core sums e4m3 products with about 14 bits. ``--depth`` measures 1.3e-3 of the row's rms at K = 4096,
     growing as K^0.65: as a random error it stays under six times that, in units of a rounding of an eighth of the rms.
+    SwiGLU: where the gate crosses zero (slope 1/2), up multiplies its error, at four times up's rms by 2, and the row's
+    rms is 0.6 of gate's and up's: 3.5 times as many roundings.
     """
-    if dtype != FP8 or config.promote:
-        # Promotion adds up in float32, but the 128 products of one step are summed by the tensor core.
-        return TOLERANCE if dtype != FP8 else TOLERANCE + 2.0
-    return TOLERANCE + 24.0 * (k / 4096) ** 0.65
+    if dtype != FP8:
+        return TOLERANCE
+    # Promotion adds up in float32, but the 128 products of one step are summed by the tensor core.
+    sums = 2.0 if config.promote else 24.0 * (g.k / 4096) ** 0.65
+    return TOLERANCE + sums * (3.5 if "swiglu" in g.epilogue else 1.0)
 
 
 def fits(g: Gemm, c: Config, dtype: torch.dtype) -> bool:
@@ -236,7 +239,7 @@ def check(args: argparse.Namespace) -> None:
     for g, c, d in cases:
         for m in (2300,) if g in LONG else TOKENS:
             error, squares = check_one(g, m, c, d)
-            if not (error <= limit(c, d, g.k) and squares < 1e-5):
+            if not (error <= limit(g, c, d) and squares < 1e-5):
                 print(f"WRONG {c} {g.name} {d} tokens {m}: {error:.3g} roundings, squares {squares:.2e}", flush=True)
             worst[(c, d)] = max(worst.get((c, d), 0.0), error if error == error else float("inf"))
     for (c, d), e in worst.items():

@@ -96,6 +96,12 @@ def _to_f16_scale(scale: Tensor) -> Tensor:
     return torch.where(scale.abs() < _F16_TINY, up, scale).to(torch.float16)
 
 
+def divide(x: Tensor, number: float) -> Tensor:
+    """``x / number``, correctly rounded on every device: CUDA multiplies by the reciprocal of a Python number, which is
+    another last bit in half of all cases."""
+    return x / x.new_full((), number)
+
+
 def _extreme(x: Tensor) -> Tensor:
     """The value of largest magnitude along the last dimension (the negative one of a tie; NaN if there is one)."""
     low, high = torch.aminmax(x, dim=-1)
@@ -110,7 +116,7 @@ def _quantize_groups(w: Tensor, grid: str) -> tuple[Tensor, Tensor, Tensor]:
     else:
         low, high = torch.aminmax(w, dim=-1)
         low, high = low.clamp(max=0.0), high.clamp(min=0.0)  # zero is on the grid, so padding and pruning stay exact
-        scales = _to_f16_scale(high / 15.0 - low / 15.0)
+        scales = _to_f16_scale(divide(high, 15.0) - divide(low, 15.0))
         zeros = torch.round(-low / _divisor(scales)).clamp_(0.0, 15.0)
     codes = torch.round(w / _divisor(scales)[..., None]).add_(zeros[..., None]).clamp_(0.0, 15.0)
     return codes, scales, zeros
@@ -366,7 +372,7 @@ def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
         rows = w[first : first + step]
         amax = rows.abs().amax(-1)
         # The smallest normal float32 keeps the division finite for rows of denormals, which decode to 0 or close to it.
-        full = torch.where(amax == 0.0, 1.0, (amax / E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny))
+        full = torch.where(amax == 0.0, 1.0, divide(amax, E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny))
         best, scale = torch.full_like(full, torch.inf), full
         for i in range(FP8_FRACTIONS):
             tried = full * 2.0 ** (i / FP8_FRACTIONS)
@@ -542,7 +548,7 @@ def _fp8_rows(x32: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     magnitude = x32.abs()
     bad = ~(magnitude.amax() < float("inf"))
     amax = magnitude.nan_to_num_(0.0, 0.0, 0.0).amax(-1, keepdim=True)
-    scale = torch.where(amax == 0.0, 1.0, (amax / E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny))
+    scale = torch.where(amax == 0.0, 1.0, divide(amax, E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny))
     history, counts = state[:FP8_HISTORY], state[FP8_SLOTS["calls"] : FP8_HISTORY + len(FP8_SLOTS)].clone()
     counts[0] += 1.0
     counts[-1] += bad
@@ -779,12 +785,12 @@ def encode_key_pages(k: Tensor, mean: Tensor, first_page: int = 0) -> tuple[Tens
     high = torch.where(finite, x, float("-inf")).amax(3)
     low, high = (torch.where(torch.isfinite(t), t, 0.0) for t in (low, high))  # no finite value in the channel
     minima = low.clamp(-_F16_MAX, _F16_MAX).to(torch.float16)
-    steps = _to_f16_scale(((high - minima.float()) / 15.0).clamp_(0.0, _F16_MAX))
+    steps = _to_f16_scale(divide(high - minima.float(), 15.0).clamp_(0.0, _F16_MAX))
     if first_page == 0 and x.shape[2]:
         low, high = low[:, :, 0], high[:, :, 0]
         at = finite[:, :, 0].to(torch.uint8).argmax(2, keepdim=True)  # padding may hold anything
         first = x[:, :, 0].gather(2, at)[:, :, 0]
-        step = _to_f16_scale(((high - low) / 14.0).clamp_(0.0, _F16_MAX))
+        step = _to_f16_scale(divide(high - low, 14.0).clamp_(0.0, _F16_MAX))
         start = first - torch.ceil((first - low) / _divisor(step)) * step.float()  # at most one step below the lowest
         start = torch.where(torch.isfinite(first), start, low)
         steps[:, :, 0], minima[:, :, 0] = step, start.clamp_(-_F16_MAX, _F16_MAX).to(torch.float16)

@@ -532,7 +532,7 @@ def _candidates(w: Tensor, grid: str) -> Iterator[tuple[Tensor, Tensor]]:
         return
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     for ratio in RATIOS:
-        s = formats._to_f16_scale((high / 15.0 - low / 15.0) * ratio)
+        s = formats._to_f16_scale((formats.divide(high, 15.0) - formats.divide(low, 15.0)) * ratio)
         divisor = torch.where(s == 0, 1.0, s.float())
         yield s, (-low * ratio / divisor).round_().clamp_(0.0, 15.0)
 

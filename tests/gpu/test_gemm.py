@@ -40,7 +40,7 @@ def chosen(g, m):
 
 def check(g, m, config, dtype):
     error, squares = bench.check_one(g, m, config, dtype)
-    assert error <= bench.limit(config, dtype, g.k), (g, m, config)
+    assert error <= bench.limit(g, config, dtype), (g, m, config)
     assert squares < 1e-5  # float32 sums
 
 
@@ -79,7 +79,7 @@ def test_20000_tokens():
     config = gemm_sm90.choose(20000, 4096)
     o.run(config)
     for first in (0, 9900, 19900):
-        assert o.error(first, first + 100) <= bench.limit(config, FP8, 4096)
+        assert o.error(first, first + 100) <= bench.limit(o.gemm, config, FP8)
 
 
 def test_promotion_is_what_float32_gives():
@@ -187,7 +187,7 @@ def test_operators_are_the_reference(epilogue, prologue, dtype):
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("gain", [True, False])
-@pytest.mark.parametrize("shape", [(512, 576), (328, 200)], ids=str)
+@pytest.mark.parametrize("shape", [(512, 576), (336, 200)], ids=str)
 def test_packed_int4(epilogue, gain, shape):
     n, k = shape
     packed = formats.pack_int4(formats.quantize_int4(torch.randn(n, k, device="cuda") / k**0.5, 64))
