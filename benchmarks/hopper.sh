@@ -9,7 +9,8 @@
 set -u
 cd "$(dirname "$0")/.."
 out=${OUT:-benchmarks/results}
-commit=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
+commit=${COMMIT:-$(git rev-parse --short=8 HEAD 2>/dev/null || echo unknown)}
+export COMMIT=$commit  # for benchmarks that ask git
 parts=${*:-quick tests tune linears step prefill gptq sanitize}
 export PYTHONUNBUFFERED=1
 python3 -c 'import fu_compile.lowerings' 2>/dev/null ||

@@ -304,10 +304,10 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
 
 
 def commit() -> str:
-    """Short hash of the tree, with ``-dirty`` where it differs from that commit."""
+    """Short hash of the tree, with ``-dirty`` where it differs from that commit; COMMIT where there is no repository."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
     done = subprocess.run(git, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    return done.stdout.strip() or os.environ.get("COMMIT", "unknown")
 
 
 def machine() -> dict[str, Any]:
