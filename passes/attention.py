@@ -5,8 +5,8 @@
  -> futransformer::attention(q, k, v, mask, s, causal)                                  -> [B, S, Hq*D]
 
 ``k`` and ``v`` keep their own heads: ``repeat_kv`` and ``enable_gqa`` disappear. ``causal`` only with as many keys as
-queries and no mask. Refused: dropout, softcap, sinks, softmax over another dimension or not in float32, weights that
-are returned, values of another width.
+queries and no mask; a mask that hides what lies behind each query and nothing else becomes it. Refused: dropout,
+softcap, sinks, softmax over another dimension or not in float32, weights that are returned, values of another width.
 
 ``ctx.data["attention"]`` gets one ``Attention`` for each node: what its mask is, read from the nodes that make it.
 """
@@ -22,7 +22,7 @@ from fu_compile.capture import same, value
 
 from . import Context, layer_of
 from .eager_attention import Parts, eager, own_heads
-from .masks import Mask, classify
+from .masks import Mask, classify, only_causal
 from .matching import (
     COPY,
     FLATTEN,
@@ -57,6 +57,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
     """Recognises every attention of ``gm`` and leaves the records in ``ctx.data["attention"]``."""
     found: list[Attention] = []
     masks: dict[fx.Node, Mask] = {}
+    causal_masks: dict[fx.Node, bool] = {}
     for node in anchors(gm, SDPA, aten.softmax.int, aten._softmax.default):
         try:
             parts = _sdpa(node) if calls(node, SDPA) else eager(node)
@@ -68,15 +69,20 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
         except PreconditionError as refused:
             ctx.missed(NAME, node, str(refused))
             continue
-        args = (parts.q, parts.k, parts.v, parts.mask, parts.scale, parts.causal)
+        mask, causal = parts.mask, parts.causal
+        if mask is not None and mask not in causal_masks:
+            causal_masks[mask] = only_causal(mask) and same(shape(mask)[-1], shape(parts.k)[2])
+        if mask is not None and causal_masks[mask]:  # kernels that know it leave half of the products out
+            mask, causal = None, True
+        args = (parts.q, parts.k, parts.v, mask, parts.scale, causal)
         new = insert(gm, parts.out, NAME, args, like=node)
         replace(flat, new)
-        if parts.mask is None:
-            mask = Mask("causal" if parts.causal else "none")
+        if mask is None:
+            kind = Mask("causal" if causal else "none")
         else:
-            mask = masks[parts.mask] = masks.get(parts.mask) or classify(parts.mask)
-        found.append(Attention(new.name, layer_of(new), mask))
-        ctx.fired(NAME, new, f"mask: {mask}")
+            kind = masks[mask] = masks.get(mask) or classify(mask)
+        found.append(Attention(new.name, layer_of(new), kind))
+        ctx.fired(NAME, new, f"mask: {kind}")
     ctx.data[NAME] = found
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from fu_compile.passes.matching import calls
 from graphs import misses, recognise, same_as_eager, show
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -176,6 +177,96 @@ def test_spelled_out_in_16_bits():
 def test_causal():
     ctx = same_as_eager(sdpa_causal, *inputs(tokens=9), names=NAMES, **FLOAT)
     assert str(ctx.data["attention"][0].mask) == "causal"
+
+
+def rows(n):
+    return torch.arange(n)[None, None, :, None]
+
+
+def columns(n):
+    return torch.arange(n)[None, None, None]
+
+
+def packed(q, k, v, mask):
+    """As transformers writes it: every pair at once, and a check for packed sequences in positions of its own."""
+    n = q.shape[2]
+    positions = torch.arange(n).unsqueeze(0)
+    first = positions[:, :1] - 1
+    sequence = (torch.diff(positions, prepend=first, dim=-1) != 1).cumsum(-1)
+    batch = torch.arange(1)[:, None, None, None]
+    row, column = rows(n), columns(n)
+    hidden = row.new_ones([], dtype=torch.bool) & (positions[batch, column] <= positions[batch, row])
+    return sdpa(q, k, v, hidden & (sequence[batch, row] == sequence[batch, column]))
+
+
+def by_range(f):
+    """Attention under the mask ``f(row, column, given)``."""
+    return lambda q, k, v, given: sdpa(q, k, v, f(rows(q.shape[2]), columns(k.shape[2]), given))
+
+
+CAUSAL = {
+    "packed": packed,
+    "le": by_range(lambda r, c, _: c <= r),
+    "ge": by_range(lambda r, c, _: r >= c),
+    "expanded": by_range(lambda r, c, _: (c <= r).expand(2, 4, r.shape[2], c.shape[3])),
+}
+NOT_CAUSAL = {
+    "strict": by_range(lambda r, c, _: c - 1 <= r),
+    "less": by_range(lambda r, c, _: c < r + 2),
+    "anti": by_range(lambda r, c, _: r <= c),
+    "from one": by_range(lambda r, c, _: torch.arange(1, c.shape[3] + 1) <= r + 1),
+    "steps of two": by_range(lambda r, c, _: torch.arange(0, 2 * c.shape[3], 2) <= 2 * r),
+    "window": by_range(lambda r, c, _: (c <= r) & (c > r - 3)),
+    "padding": by_range(lambda r, c, given: (c <= r) & given),
+    "positions": by_range(lambda r, c, given: (c <= r) & (given.long().cumsum(-1)[..., :1] == 1)),
+    "or": by_range(lambda r, c, _: (c <= r) | (c == 4)),
+    "nothing": by_range(lambda r, c, _: (c <= r) & torch.zeros_like(c <= r)),
+    "one axis": by_range(lambda r, c, _: (r[..., 0] <= r[..., 0])[..., None] & (r <= r)),
+}
+
+
+def square(n=9):
+    """Inputs with as many keys as queries, and a boolean mask that every query sees a key of."""
+    q, k, v, _ = inputs(tokens=n, keys=n)
+    return q, k, v, torch.ones(1, 1, n, n, dtype=torch.bool).triu(2).logical_not()
+
+
+def attention_of(gm):
+    (node,) = [n for n in gm.graph.nodes if calls(n, "attention")]
+    return node
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_mask_that_is_causal_becomes_it(name, dynamic):
+    fn = CAUSAL[name]
+    # a key's and a query's length are one symbol only where the graph makes both from one tensor, as a model does
+    sizes = [(0, 2), (1, 2), (2, 2)] if dynamic else []
+    if dynamic:
+        fn = lambda q, k, v, mask: CAUSAL[name](q, k.narrow(2, 0, q.shape[2]), v.narrow(2, 0, q.shape[2]), mask)  # noqa: E731
+    _, captured, _ = recognise(fn, *square(), names=NAMES, dynamic=sizes)
+    node = attention_of(captured.gm)
+    assert node.args[3] is None
+    assert node.args[5] is True
+    same_as_eager(fn, *square(), names=NAMES, **FLOAT)
+
+
+@pytest.mark.parametrize("name", NOT_CAUSAL)
+def test_a_mask_that_hides_something_else_stays(name):
+    fn = NOT_CAUSAL[name]
+    _, captured, _ = recognise(fn, *square(), names=NAMES)
+    node = attention_of(captured.gm)
+    assert node.args[3] is not None
+    assert node.args[5] is False
+    if name != "nothing":  # which gives NaN
+        same_as_eager(fn, *square(), names=NAMES, **FLOAT)
+
+
+@pytest.mark.parametrize("keys", [8, 10])
+def test_a_causal_mask_over_other_keys_stays(keys):
+    """Queries and keys must be the same tokens: with a cache the ranges do not start together."""
+    _, captured, _ = recognise(CAUSAL["le"], *inputs(tokens=9, keys=keys), names=NAMES)
+    assert attention_of(captured.gm).args[3] is not None
 
 
 @settings(max_examples=8, deadline=None)
