@@ -304,7 +304,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
 
 
 def commit() -> str:
-    """Short hash of the tree, with ``-dirty`` where it differs from that commit; COMMIT where there is no repository."""
+    """Short hash of the tree, with ``-dirty`` where it differs from that commit; COMMIT where no repository is."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
     done = subprocess.run(git, capture_output=True, text=True, check=False)
     return done.stdout.strip() or os.environ.get("COMMIT", "unknown")
