@@ -133,8 +133,8 @@ class Bench:
         self._cache(name + "page", model, "calibrated on text", tables=tables)
 
     def _channel(self, name: str, model: Any) -> None:
-        """Keys per channel, whose minima are kept small by the tables that the model gives without calibration."""
-        tables = keys.tables_of(model, *models.heads_of(model.config)[1:])
+        """Keys per channel, with the means and directions that the model gives without calibration."""
+        tables = keys.tables_of(model, *models.heads_of(model.config)[1:], formats.CHANNEL)
         self._cache(name + "channel", model, "keys per channel and page", kv_cache=formats.CHANNEL, tables=tables)
 
     def _calibrated(self, model: Any, batches: list[Tensor]) -> keys.KeyTables:

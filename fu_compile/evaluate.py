@@ -263,7 +263,7 @@ def _cache(model: Any, tokenizer: Any, name: str, batch: Tensor) -> Any:
     from fu_compile.int4_cache import Int4Cache
 
     rows, length = batch.shape
-    more: dict[str, Any] = {"kv_cache": formats.CHANNEL} if name == "channel" else {}
+    more: dict[str, Any] = {"kv_cache": formats.CHANNEL, "model": model} if name == "channel" else {}
     if name != "channel":
         more["tables"] = keys.calibrate_keys(model, [w[None] for w in _validation(tokenizer, length)])
     return Int4Cache(model.config, length, rows, model.device, model.dtype, exact_page=name != "cache4", **more)

@@ -746,7 +746,9 @@ def per_channel(k_scales: Tensor) -> bool:
     return k_scales.dim() == 5
 
 
-def encode_key_pages(k: Tensor, mean: Tensor, first_page: int = 0) -> tuple[Tensor, Tensor]:
+def encode_key_pages(
+    k: Tensor, mean: Tensor, first_page: int = 0, reads: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Keys after RoPE, one range per channel and page of 64 tokens: the robust format.
 
     ::
@@ -761,14 +763,20 @@ def encode_key_pages(k: Tensor, mean: Tensor, first_page: int = 0) -> tuple[Tens
     In page 0 the step is a little larger (range / 14), so that the grid can be laid through the key of the sequence's
     first (finite) token, which every query reads: it decodes to itself but for the minimum's rounding.
 
-    Within half a step of each value, beside the minimum's float16 rounding; magnitudes over 65504 saturate. A value
-    that is not finite takes part in no range and decodes to some finite value: who writes keys marks the token in its
-    values (``Store.encode``), since NaN here would spread over the 64 tokens of a channel.
+    With ``reads``, the direction that most queries share, the roundings of a token are chosen together: what one
+    channel adds to ``reads . key`` the next ones take back (:func:`_cancelling`). Without, or with zeros, every value
+    goes to the nearest code.
+
+    Within half a step of each value (with ``reads`` one and a half), beside the minimum's float16 rounding; magnitudes
+    over 65504 saturate. A value that is not finite takes part in no range and decodes to some finite value: who writes
+    keys marks the token in its values (``Store.encode``), since NaN here would spread over the 64 tokens of a channel.
 
     Args:
         k: [B, Hkv, P * 64, D] floating, D even.
         mean: [Hkv, D] f32.
         first_page: index in the cache of the first of these pages.
+        reads: [Hkv, D] f32, the direction in which queries read the keys; its length is the root mean square of the
+            queries along it in units of that across it (keys.common_reads).
 
     Returns:
         codes [B, Hkv, P, 64, D/2] u8, ranges [B, Hkv, P, 2, D] f16: steps, then minima.
@@ -796,7 +804,46 @@ def encode_key_pages(k: Tensor, mean: Tensor, first_page: int = 0) -> tuple[Tens
         steps[:, :, 0], minima[:, :, 0] = step, start.clamp_(-_F16_MAX, _F16_MAX).to(torch.float16)
     q = (x - minima.float()[..., None, :]) / _divisor(steps)[..., None, :]
     codes = torch.round(q).nan_to_num_(0.0).clamp_(0.0, 15.0)
+    if reads is not None:
+        codes = _cancelling(q.nan_to_num_(0.0).clamp_(0.0, 15.0), codes, steps.float(), reads)
     return _pack_nibbles(codes), torch.stack((steps, minima), 3)
+
+
+def _cancelling(q: Tensor, codes: Tensor, steps: Tensor, reads: Tensor) -> Tensor:
+    """Codes whose errors e = (code - q) step of a token nearly cancel along the direction u that queries share.
+
+    ::
+
+        least  (u . e)^2 + |e|^2        greedy: channels by falling |u|, each rounds  q - shift
+        shift  of channel i             a u_i / (1 + the sum of u_j^2 over i and later) / step, at most one step
+        a                               the sum of u_j e_j over earlier channels
+
+    That shift is the share of channel i if the later channels took ``a`` back without rounding. (Error feedback, as
+    GPTQ's, for second moments of the queries that are one direction beside equal noise.)
+
+    Args:
+        q: [B, Hkv, P, 64, D] f32, values in steps above the minimum, 0..15.
+        codes: like q, the nearest ones; heads without a direction keep them.
+        steps: [B, Hkv, P, D] f32.
+        reads: [Hkv, D] f32, u.
+
+    Returns:
+        Like q, integers 0..15.
+    """
+    u, order = reads.to(device=q.device, dtype=torch.float32).nan_to_num(0.0).abs().sort(dim=-1, descending=True)
+    u = u * reads.to(u).sign().gather(1, order)
+    share = u / (1.0 + u.square().flip(1).cumsum(1).flip(1))
+    u, share = (t.T[:, None, :, None, None] for t in (u, share))  # [D, 1, Hkv, 1, 1]
+    columns = order[None, :, None, None]
+    q = q.gather(-1, columns.expand_as(q)).movedim(-1, 0).contiguous()  # [D, B, Hkv, P, 64]
+    widths = steps.gather(-1, columns[..., 0, :].expand_as(steps)).movedim(-1, 0)[..., None]
+    weights, shares = u * widths, share / torch.where(widths == 0.0, 1.0, widths)
+    chosen, error = torch.empty_like(q), torch.zeros_like(q[0])
+    for i in range(q.shape[0]):
+        chosen[i] = (q[i] - (error * shares[i]).clamp_(-1.0, 1.0)).round_().clamp_(0.0, 15.0)
+        error = error + weights[i] * (chosen[i] - q[i])
+    chosen = torch.empty_like(codes).scatter_(-1, columns.expand_as(codes), chosen.movedim(0, -1))
+    return torch.where((reads != 0.0).any(-1).to(q.device)[:, None, None, None], chosen, codes)
 
 
 def decode_key_pages(codes: Tensor, ranges: Tensor, mean: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class Int4Layer(StaticLayer):
         head_dim: D, even.
         dtype: of the keys and values of the model.
         device: where everything lives.
-        tables: (mean, balance), [Hkv, D] each, or none: zero and one.
+        tables: (mean, balance), [Hkv, D] each, or none: zero and one. Of keys per channel (mean, reads), zero both.
         exact_page: false: every token is rounded to INT4 when it is written; only its own call sees it exactly.
         kv_format: one of ``formats.KV_FORMATS``.
 
@@ -135,6 +135,8 @@ class Int4Layer(StaticLayer):
             store = formats.kv_store(batch_size, num_heads, max_cache_len, head_dim, device, kv_format)
             self.k_codes, self.k_scales, self.v_codes, self.v_scales = store
             mean, balance = tables if tables is not None else formats.kv_tables(num_heads, head_dim, device)
+            if tables is None and kv_format == formats.CHANNEL:
+                balance = torch.zeros_like(mean)
             if mean.shape != (num_heads, head_dim) or balance.shape != (num_heads, head_dim):
                 raise CacheMismatchError(
                     f"key tables {list(mean.shape)} and {list(balance.shape)} for {num_heads} heads of {head_dim}"
@@ -477,14 +479,12 @@ class Int4Cache(Cache):
                 advice="Leave offloading out, or give the device on which the model runs.",
             )
         if tables is None and model is not None:
-            tables = tables_of(model, heads, head_dim)
+            tables = tables_of(model, heads, head_dim, kv_cache)
         if tables is not None and len(tables.means) != len(types):
             raise CacheMismatchError(
                 f"tables for {len(tables.means)} layers, the model has {len(types)}", where="Int4Cache"
             )
-        pairs: Sequence[Any] = (
-            [None] * len(types) if tables is None else [*zip(tables.means, tables.balances, strict=True)]
-        )
+        pairs: Sequence[Any] = [None] * len(types) if tables is None else tables.pairs(kv_cache)
         layers: list[Any] = [
             Int4Layer(max_cache_len, batch_size, heads, head_dim, dtype, place, pair, exact_page, kv_cache)
             for pair in pairs

@@ -40,6 +40,8 @@ MEASURED = 2
 """Calibration sequences on which every exponent is tried."""
 FIRST = 8
 """Random tokens whose keys at position 0 are looked at where nobody calibrated."""
+READS = 128
+"""Random tokens whose queries are looked at where nobody calibrated."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,15 @@ class KeyTables:
     """Exponent -> relative squared error of the last hidden states with keys and values in INT4."""
     errors: tuple[float, ...] = ()
     """Relative error (root mean square) of every layer's attention output with these tables."""
+    reads: tuple[Tensor, ...] = ()
+    """Of keys per channel: the direction in which queries read them (:func:`common_reads`), by layer, or none known."""
+
+    def pairs(self, kv_format: str) -> list[tuple[Tensor, Tensor]]:
+        """The two tables of each layer's store in this format: mean and balance, of keys per channel mean and reads."""
+        second = self.balances
+        if kv_format == formats.CHANNEL:
+            second = self.reads or tuple(torch.zeros_like(m) for m in self.means)
+        return list(zip(self.means, second, strict=True))
 
     def __str__(self) -> str:
         text = f"key tables of {len(self.means)} layers"
@@ -96,6 +107,7 @@ def calibrate_keys(model: nn.Module, input_ids: Iterable[Tensor]) -> KeyTables:
     weights = key_weights(model)
     frequencies = inv_freq(model)
     means, ratios = sums.tables(0 if frequencies is None else frequencies.numel())
+    reads = sums.reads()
     if len(means) != len(weights):
         raise CacheMismatchError(
             f"{len(means)} attentions ran and {len(weights)} have key projections", where="calibration"
@@ -117,10 +129,11 @@ def calibrate_keys(model: nn.Module, input_ids: Iterable[Tensor]) -> KeyTables:
                 noise += float((hidden.float() - exact.float()).square().sum())
         tried[exponent], errors[exponent] = noise / signal, rounded.errors()
     best = min(tried, key=lambda e: tried[e])
-    for weight, (mean, balance), error in zip(weights, tables[best], errors[best], strict=True):
-        STORE.calibrate(weight, mean, balance, error)
+    for weight, (mean, balance), read, error in zip(weights, tables[best], reads, errors[best], strict=True):
+        STORE.calibrate(weight, mean, balance, read, error)
     chosen = tables[best]
-    return KeyTables(tuple(m for m, _ in chosen), tuple(b for _, b in chosen), best, tried, errors[best])
+    means_, balances_ = (tuple(pair[i] for pair in chosen) for i in (0, 1))
+    return KeyTables(means_, balances_, best, tried, errors[best], tuple(reads))
 
 
 def on_grid(first: Tensor, mean: Tensor, balance: Tensor) -> Tensor:
@@ -160,11 +173,42 @@ def first_keys(model: nn.Module) -> list[Tensor]:
     return [found[layer] for layer in sorted(found)]
 
 
-def tables_of(model: nn.Module, kv_heads: int, head_dim: int) -> KeyTables:
+def common_reads(model: nn.Module) -> list[Tensor]:
+    """The direction in which queries read the keys, where nobody calibrated: [Hkv, D] float32 by layer.
+
+    Most queries of a head share a direction (it is what points them at the first token), and behind the first layers it
+    hardly depends on the text. One eager call of the model with READS random tokens; the same for the same model.
+
+    Raises:
+        NoLlamaBlockError: there are no decoder layers, or attention that reads more than its keys (learned sinks).
+        CacheMismatchError: a layer keeps no keys of the usual form.
+    """
+    decoder = calibration.decoder_layers(model)[0]
+    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    ids = torch.randint(vocabulary, (1, READS), generator=torch.Generator().manual_seed(0))
+    sums = _Sums()
+    with _probing(decoder, sums):
+        decoder(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
+    return sums.reads()
+
+
+def shared_direction(moment: Tensor) -> Tensor:
+    """Second moments [.., D, D] -> the largest principal axis [.., D] float32.
+
+    Its length is the root mean square of the vectors along it, in units of that across it (at most 1e3).
+    """
+    values, axes = torch.linalg.eigh(moment.to(torch.float64))
+    across = values[..., :-1].mean(-1).clamp_min(1e-6 * values[..., -1]).clamp_min(1e-30)
+    length = (values[..., -1].clamp_min(0.0) / across).sqrt()
+    return (axes[..., -1] * length[..., None]).to(torch.float32)
+
+
+def tables_of(model: nn.Module, kv_heads: int, head_dim: int, kv_format: str = "int4") -> KeyTables:
     """Key tables of a model: those that were calibrated, else from the weights and a few single tokens.
 
     Layers whose k_proj has a bias get its mean and balance, the others zero and one; the mean of either is then moved
-    (:func:`on_grid`) by the rounding error of the first token's key.
+    (:func:`on_grid`) by the rounding error of the first token's key. ``kv_format``: of keys per channel the tables have
+    directions too, calibrated ones or :func:`common_reads`, zero where the model cannot be asked.
 
     Raises:
         CacheMismatchError: a layer has no k_proj of this size.
@@ -172,11 +216,14 @@ def tables_of(model: nn.Module, kv_heads: int, head_dim: int) -> KeyTables:
     frequencies = inv_freq(model)
     found: list[tuple[Tensor, Tensor]] = []
     estimated: list[int] = []
+    reads: list[Tensor | None] = []
     for name, parts in projections(model):
         known = STORE.calibrated([_stored(p) for p in parts])
         if known is not None:
             found.append((known.mean, known.balance))
+            reads.append(known.reads)
             continue
+        reads.append(None)
         weights, biases = [p.weight for p in parts], _biases(parts)
         q_heads = (sum(w.shape[0] for w in weights) - 2 * kv_heads * head_dim) // head_dim
         if len(parts) == 3 and weights[1].shape[0] != kv_heads * head_dim:
@@ -194,7 +241,14 @@ def tables_of(model: nn.Module, kv_heads: int, head_dim: int) -> KeyTables:
             if i in estimated and first is not None:
                 mean, balance = found[i]
                 found[i] = on_grid(first.to(mean.device), mean, balance), balance
-    return KeyTables(tuple(m for m, _ in found), tuple(b for _, b in found))
+    means, balances = (tuple(pair[i] for pair in found) for i in (0, 1))
+    if kv_format != formats.CHANNEL:
+        return KeyTables(means, balances)
+    if estimated:
+        for i, weight in enumerate(key_weights(model)):
+            reads[i] = STORE.reads(weight, model) if i in estimated else reads[i]
+    known_reads = tuple(torch.zeros_like(m) if r is None else r.to(m.device) for m, r in zip(means, reads, strict=True))
+    return KeyTables(means, balances, reads=known_reads)
 
 
 def risk(parts: list[Any], gain: Tensor | None, heads: tuple[int, int, int], frequencies: Tensor | None) -> str | None:
@@ -240,17 +294,20 @@ def _stored(projection: Any) -> Tensor:
     return projection.block.packed if hasattr(projection, "block") else projection.weight
 
 
-def first_by_weight(model: nn.Module) -> dict[int, Tensor]:
-    """:func:`first_keys` by the id of the keys' weights; empty where the model cannot be asked."""
+def by_weight(model: nn.Module, ask: Callable[[nn.Module], list[Tensor]]) -> dict[int, Tensor]:
+    """What ``ask`` (:func:`first_keys`, :func:`common_reads`) finds, by the id of the keys' weights.
+
+    Empty where the model cannot be asked.
+    """
     weights = key_weights(model)
     if any(p.is_meta for p in model.parameters()) or model.training:
         return {}
     try:
-        first = first_keys(model)
-    except NoLlamaBlockError:
+        found = ask(model)
+    except (NoLlamaBlockError, CacheMismatchError):
         return {}
     # Layers that share keys, or attention of another kind beside: then it is not clear whose key is whose.
-    return {id(w): k for w, k in zip(weights, first, strict=True)} if len(first) == len(weights) else {}
+    return {id(w): k for w, k in zip(weights, found, strict=True)} if len(found) == len(weights) else {}
 
 
 def key_weights(model: nn.Module) -> list[Tensor]:
@@ -274,10 +331,11 @@ def paged_attention(
 
     query [1, H, T, D], key and value [1, Hkv, T, D], after RoPE; mask and the rest as transformers' attention functions
     take them -> [1, T, H, D]. Queries of a page see the pages before it as they decode and their own page exactly.
+    ``balance``: the second table of the format (:meth:`KeyTables.pairs`).
     """
     if kv_format == formats.CHANNEL:  # the last, unfinished page is never read as old
         whole = key[:, :, : key.shape[2] // formats.PAGE * formats.PAGE]
-        old_keys = formats.decode_key_pages(*formats.encode_key_pages(whole, mean), mean)
+        old_keys = formats.decode_key_pages(*formats.encode_key_pages(whole, mean, 0, balance), mean)
     else:
         old_keys = formats.decode_keys(*formats.encode_keys(key, mean, balance), mean, balance)
     old_values = formats.decode_rows(*formats.encode_rows(value))
@@ -302,6 +360,7 @@ class _Sums:
         self._sums: dict[int, list[Tensor]] = {}
         self._counts: dict[int, int] = {}
         self._first: dict[int, list[Tensor]] = {}
+        self._moments: dict[int, Tensor] = {}
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         if key.dim() != 4 or key.shape[2] != query.shape[2]:
@@ -310,11 +369,17 @@ class _Sums:
         k = key[0].to(torch.float64)
         q = query[0].unflatten(0, (key.shape[1], -1)).to(torch.float64)
         new = [k.sum(1), k.square().sum(1), q.square().mean(1).sum(1)]
+        flat = q[:, :, 1:].flatten(1, 2).to(torch.float32)  # the first token's query reads nothing but itself
+        self._moments[layer] = self._moments.get(layer, 0.0) + flat.transpose(1, 2) @ flat
         old = self._sums.get(layer)
         self._sums[layer] = new if old is None else [a + b for a, b in zip(old, new, strict=True)]
         self._counts[layer] = self._counts.get(layer, 0) + k.shape[1]
         self._first.setdefault(layer, []).append(k[:, 0])
         return calibration._attention(module, query, key, *args, **kwargs)
+
+    def reads(self) -> list[Tensor]:
+        """The direction that the queries share, [Hkv, D] float32 by layer."""
+        return [shared_direction(self._moments[layer]) for layer in sorted(self._moments)]
 
     def first(self) -> list[Tensor]:
         """The mean over the sequences of the keys at position 0, float32, by layer."""

@@ -219,7 +219,7 @@ def layer_report(
         )
     rows = calibration.as_rows(batches, model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     blocks = block_linears(model)
-    tables = _tables(model, tables, len(blocks)) if options.kv_cache in formats.KV_FORMATS else None
+    tables = _tables(model, tables, len(blocks), options) if options.kv_cache in formats.KV_FORMATS else None
 
     from tqdm.auto import tqdm
 
@@ -231,7 +231,7 @@ def layer_report(
     with tqdm(total=total, desc="layer errors", unit="sequence", disable=not progress, smoothing=0.1) as bar:
         for index, (block, linears) in enumerate(blocks.items()):
             names = {n.removeprefix(block + "."): m for n, m in linears.items()}
-            pair = None if tables is None else (tables.means[index], tables.balances[index])
+            pair = None if tables is None else tables.pairs(options.kv_cache)[index]
             watch = _Watch(layers[index], names, _precisions(linears, block, options), options, pair, streams, bar)
             watch._frequencies = frequencies
             walk.step(index, watch)
@@ -267,11 +267,12 @@ def text_report(
     return layer_report(model, batch, **{"source": named, **more})
 
 
-def _tables(model: Any, tables: KeyTables | None, layers: int) -> KeyTables:
+def _tables(model: Any, tables: KeyTables | None, layers: int, options: Options) -> KeyTables:
     _, heads, head_dim = models.heads_of(model.config.get_text_config())
     formats.hadamard_block(head_dim)  # an odd head_dim is an error before any work
-    tables = keys.tables_of(model, heads, head_dim) if tables is None else tables
-    if len(tables.means) != layers or any(t.shape != (heads, head_dim) for t in (*tables.means, *tables.balances)):
+    tables = keys.tables_of(model, heads, head_dim, options.kv_cache) if tables is None else tables
+    pairs = tables.pairs(options.kv_cache)
+    if len(pairs) != layers or any(t.shape != (heads, head_dim) for pair in pairs for t in pair):
         raise CacheMismatchError(
             f"the key tables are not those of {layers} layers with {heads} heads of {head_dim}", where="tables"
         )

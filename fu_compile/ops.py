@@ -105,7 +105,8 @@ SCHEMAS: dict[str, str] = {
     "qkv_rope": f"(Tensor qkv, Tensor cos, Tensor sin, {_NORMS}, {_HEADS}) -> (Tensor, Tensor, Tensor)",
     # qkv_rope, then keys/values[:, :, position] = k, v and the INT4 copy of every page that is now complete.
     # keys, values: [B, Hkv, L, D]; k_codes, v_codes: [B, Hkv, P, 64, D/2] u8; k_scales, v_scales: [B, Hkv, P, 64] f16;
-    # key_mean, key_balance: [Hkv, D] f32 (mu and lambda of quant.md); position: [S] int64, consecutive. The shape of
+    # key_mean, key_balance: [Hkv, D] f32 (mu and lambda of quant.md; of keys per channel the direction in which queries
+    # read them, zero: unknown); position: [S] int64, consecutive. The shape of
     # k_scales tells the format: of keys per channel it is [B, Hkv, P, 2, D] (formats.encode_key_pages), here and below.
     "qkv_append": (
         f"(Tensor qkv, Tensor cos, Tensor sin, {_NORMS}, Tensor(a!) keys, Tensor(b!) values, {_STORE}, {_TABLES},"

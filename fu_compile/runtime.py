@@ -135,7 +135,7 @@ def _tables(spec: KVSpec, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
     if known is not None:
         _refuse(spec, measured_risk(known) if rotated else None)
         device = sources[0].device
-        return known.mean.to(device), known.balance.to(device)
+        return known.mean.to(device), (known.balance if rotated else known.reads).to(device)
     rows = spec.rows or (None,) * len(sources)
     # Packed weights are dequantised where they are read: the keys' rows for the risk, all of them for tables of a bias.
     read = range(len(sources)) if spec.biases else (min(1, len(sources) - 1),)
@@ -155,7 +155,11 @@ def _tables(spec: KVSpec, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
     norm = None if spec.key_norm is None else args[spec.key_norm]
     _refuse(spec, key_risk(weights, biases, norm, spec.heads, inv_freq, tables) if rotated else None)  # type: ignore[arg-type]
     mean, balance = tables
-    first = STORE.first_key(sources[min(1, len(sources) - 1)]) if sources and rotated else None
+    key_weight = sources[min(1, len(sources) - 1)] if sources else None
+    if not rotated:
+        reads = None if key_weight is None else STORE.reads(key_weight)
+        return mean, torch.zeros_like(balance) if reads is None else reads.to(balance)
+    first = None if key_weight is None else STORE.first_key(key_weight)
     return (mean if first is None else on_grid(first.to(mean), mean, balance)), balance
 
 

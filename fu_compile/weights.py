@@ -39,6 +39,8 @@ class CalibratedKeys:
     """[Hkv, D] f32"""
     balance: Tensor
     """[Hkv, D] f32"""
+    reads: Tensor
+    """[Hkv, D] f32, of keys per channel"""
     error: float
     """Relative error of the attention's output through the INT4 cache with these tables, on that text."""
     version: int | None
@@ -349,6 +351,7 @@ class WeightStore:
         self._keys: Any = torch.utils.weak.WeakTensorKeyDictionary()
         self._owners: Any = torch.utils.weak.WeakTensorKeyDictionary()
         self._first: Any = torch.utils.weak.WeakTensorKeyDictionary()
+        self._reads: Any = torch.utils.weak.WeakTensorKeyDictionary()
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
         """The bindings of all graphs: ``release(ids)`` lets go of what was made from parameters that were repacked."""
 
@@ -391,9 +394,9 @@ class WeightStore:
         made = [(e.sources[0](), e.tensors[2]) for e in found if e.tensors[0].dtype == torch.float8_e4m3fn]
         return [(weight, state) for weight, state in made if weight is not None]
 
-    def calibrate(self, key_weight: Tensor, mean: Tensor, balance: Tensor, error: float) -> None:
+    def calibrate(self, key_weight: Tensor, mean: Tensor, balance: Tensor, reads: Tensor, error: float) -> None:
         """Keeps tables for the layer whose keys come from this parameter (or packed block); bound graphs ask again."""
-        self._keys[key_weight] = CalibratedKeys(mean, balance, error, version(key_weight))
+        self._keys[key_weight] = CalibratedKeys(mean, balance, reads, error, version(key_weight))
         self.generation += 1
 
     def adopt(self, model: torch.nn.Module) -> None:
@@ -409,20 +412,42 @@ class WeightStore:
         ``model``: whose weight it is; none: the one that was adopted. A model is asked once for each version of the
         weight, in eager.
         """
-        from .keys import first_by_weight, key_weights
+        from .keys import first_keys
 
-        known = self._first.get(weight)
+        return self._asked(self._first, first_keys, weight, model)
+
+    def reads(self, weight: Tensor, model: torch.nn.Module | None = None) -> Tensor | None:
+        """The direction in which this layer's queries read its keys, [Hkv, D] f32 (keys.common_reads), or none.
+
+        ``model``: as in :meth:`first_key`, and asked as often.
+        """
+        from .keys import common_reads
+
+        return self._asked(self._reads, common_reads, weight, model)
+
+    def _asked(
+        self,
+        memo: Any,
+        ask: Callable[[torch.nn.Module], list[Tensor]],
+        weight: Tensor,
+        model: torch.nn.Module | None,
+    ) -> Tensor | None:
+        """What ``ask`` finds for the layer with this key weight; ``memo`` remembers all layers of the model."""
+        from .keys import by_weight, key_weights
+
+        known = memo.get(weight)
         if known is not None and known[0] == version(weight):
-            return known[1]
+            found: Tensor | None = known[1]
+            return found
         if model is None:
             owner = self._owners.get(weight)
             model = None if owner is None else owner()
         if model is None:
             return None
-        found = first_by_weight(model)
+        answers = by_weight(model, ask)
         for other in key_weights(model):
-            self._first[other] = version(other), found.get(id(other))
-        return found.get(id(weight))
+            memo[other] = version(other), answers.get(id(other))
+        return answers.get(id(weight))
 
     def calibrated(self, weights: Sequence[Tensor]) -> CalibratedKeys | None:
         """The tables that were measured with these weights of q, k and v (joined or not), or none."""

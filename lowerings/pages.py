@@ -71,7 +71,7 @@ class Store:
             keys, values = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (keys, values))
         v_codes, v_scales = formats.encode_rows(values)
         if formats.per_channel(self.k_scales):
-            k_codes, k_scales = formats.encode_key_pages(keys, self.key_mean, first)
+            k_codes, k_scales = formats.encode_key_pages(keys, self.key_mean, first, self.key_balance)
             # A key that is not finite has no code: whoever sees the token gets NaN from its value instead.
             v_scales = v_scales.masked_fill(~torch.isfinite(keys).all(-1), float("nan"))
         else:

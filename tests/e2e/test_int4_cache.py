@@ -41,7 +41,7 @@ def rows(batch, tokens, dtype=torch.float32, dim=DIM):
 def through(k, v, tables, kv_format="int4", page=0):
     """Keys and values [B, H, T, D] as quantised pages give them back."""
     if kv_format == formats.CHANNEL:
-        keys = formats.decode_key_pages(*formats.encode_key_pages(k, tables[0], page), tables[0])
+        keys = formats.decode_key_pages(*formats.encode_key_pages(k, tables[0], page, tables[1]), tables[0])
     else:
         keys = formats.decode_keys(*formats.encode_keys(k, *tables), *tables)
     return keys.to(k.dtype), formats.decode_rows(*formats.encode_rows(v)).to(v.dtype)
@@ -236,7 +236,9 @@ def test_encoding_is_the_formats(kv_format):
         at.update(k[:, :, first:last], v[:, :, first:last])
     channel = kv_format == formats.CHANNEL
     k_codes = (
-        formats.encode_key_pages(k[:, :, :128], tables[0]) if channel else formats.encode_keys(k[:, :, :128], *tables)
+        formats.encode_key_pages(k[:, :, :128], tables[0], 0, tables[1])
+        if channel
+        else formats.encode_keys(k[:, :, :128], *tables)
     )
     for encoded, codes, scales in (
         (k_codes, at.k_codes, at.k_scales),

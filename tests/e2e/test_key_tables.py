@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import fu_compile
-from fu_compile import evaluate, formats, keys
+from fu_compile import calibration, evaluate, formats, keys
 from fu_compile.caches import COPIES
 from fu_compile.errors import CacheMismatchError, WeightsChangedError
 from fu_compile.models import cache_kwarg, static_cache
@@ -243,6 +243,42 @@ def test_a_changed_weight_is_asked_again():
     weight.mul_(2.0)
     torch.testing.assert_close(STORE.first_key(weight, model), 2 * before)
     assert STORE.first_key(torch.zeros(3)) is None
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_keys_per_channel_know_what_queries_share(calibrated):
+    """The direction is the largest axis of the queries' second moments; the cache gets it and scores gain by it."""
+    model, ids = llama(), text(1, 128)
+    found = []
+
+    def queries(module, query, key, *args, **kwargs):
+        found.append(query[0].unflatten(0, (2, -1))[:, :, 1:].flatten(1, 2).double())
+        return calibration._attention(module, query, key, *args, **kwargs)
+
+    if calibrated:
+        tables = keys.calibrate_keys(model, [ids])
+    else:
+        ids = torch.randint(model.config.vocab_size, (1, keys.READS), generator=torch.Generator().manual_seed(0))
+        tables = keys.tables_of(model, 2, 16, formats.CHANNEL)
+    with keys._probing(calibration.decoder_layers(model)[0], queries):
+        model(ids)
+    cache = fu_compile.Int4Cache(model.config, 200, model=model, kv_cache=formats.CHANNEL)
+    for q, reads, layer in zip(found, tables.reads, cache.layers, strict=True):
+        values, axes = torch.linalg.eigh(q.transpose(1, 2) @ q)
+        along = (reads.double() * axes[..., -1]).sum(-1).abs()
+        torch.testing.assert_close(along, (values[:, -1] / values[:, :-1].mean(1)).sqrt(), rtol=1e-4, atol=0.0)
+        torch.testing.assert_close(reads.double().norm(dim=-1), along, rtol=1e-6, atol=0.0)  # nothing across it
+        assert torch.equal(layer.key_balance, reads)
+        k = torch.randn(1, 2, 128, 16)
+
+        def error(second, k=k, q=q):
+            e = formats.decode_key_pages(
+                *formats.encode_key_pages(k, torch.zeros(2, 16), 0, second), torch.zeros(2, 16)
+            )
+            return float(((e - k)[0].double() @ q.transpose(1, 2)).square().mean())
+
+        assert error(reads) < error(None)
+    assert not keys.tables_of(llama(), 2, 16).reads  # of the other format nobody asks
 
 
 def test_models_without_values_have_tables_too():

@@ -76,8 +76,8 @@ class Model:
             if self.kv_format == "int4":
                 decoded = f.decode_keys(*f.encode_keys(self.keys[:, :, :n], *self.tables), *self.tables)
             else:
-                mean = self.tables[0]
-                decoded = f.decode_key_pages(*f.encode_key_pages(self.keys[:, :, :n], mean), mean)
+                mean, reads = self.tables
+                decoded = f.decode_key_pages(*f.encode_key_pages(self.keys[:, :, :n], mean, 0, reads), mean)
             k = torch.cat((decoded.double(), k[:, :, n:]), 2)
             v = torch.cat((f.decode_rows(*f.encode_rows(self.values[:, :, :n])).double(), v[:, :, n:]), 2)
         return k, v
