@@ -238,7 +238,7 @@ def many_configs(n: int, k: int, group: int, tokens: int, sms: int) -> list[Conf
 
 
 def wgmma_configs(n: int, k: int, group: int, tokens: int, sms: int) -> list[Config]:
-    """For ``--tune``: of the kernel on wgmma, which nothing chooses by itself. Cheapest first: strips that stand empty,
+    """For ``--tune``: of the kernel on wgmma, which TUNED alone chooses. Cheapest first: strips that stand empty,
     passes over x."""
     found = []
     strips, tiles = ceil_div(n, TILE_N), ceil_div(k, TILE_K)
