@@ -219,7 +219,7 @@ def layer_report(
         )
     rows = calibration.as_rows(batches, model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     blocks = block_linears(model)
-    tables = _tables(model, tables, len(blocks), options) if options.kv_cache in formats.KV_FORMATS else None
+    tables = _tables(model, tables, len(blocks), options.kv_cache) if options.kv_cache in formats.KV_FORMATS else None
 
     from tqdm.auto import tqdm
 
@@ -267,11 +267,11 @@ def text_report(
     return layer_report(model, batch, **{"source": named, **more})
 
 
-def _tables(model: Any, tables: KeyTables | None, layers: int, options: Options) -> KeyTables:
+def _tables(model: Any, tables: KeyTables | None, layers: int, kv_format: str = "int4") -> KeyTables:
     _, heads, head_dim = models.heads_of(model.config.get_text_config())
     formats.hadamard_block(head_dim)  # an odd head_dim is an error before any work
-    tables = keys.tables_of(model, heads, head_dim, options.kv_cache) if tables is None else tables
-    pairs = tables.pairs(options.kv_cache)
+    tables = keys.tables_of(model, heads, head_dim, kv_format) if tables is None else tables
+    pairs = tables.pairs(kv_format)
     if len(pairs) != layers or any(t.shape != (heads, head_dim) for pair in pairs for t in pair):
         raise CacheMismatchError(
             f"the key tables are not those of {layers} layers with {heads} heads of {head_dim}", where="tables"
