@@ -51,9 +51,9 @@ BIAS = {"boundary": (300.0, 150.0), "inner": (20.0, 10.0), "rest": 0.3}
 constant of random sign, larger in the first and the last layer; all others get normal noise of size ``rest``. Reported
 of Qwen2.5-7B (huggingface/transformers#35185): norms of 600 to 900 at the boundary layers, a median of 22; here 581 and
 39."""
-GROUPS = ("plain", "packed", "channel", "biased", "every")
+GROUPS = ("plain", "packed", "channel", "biased", "every", "encode")
 """What --only takes: tables on SmolLM2, INT4 weights beside, keys per channel (of both models), tables on the biased
-model, and no exact page."""
+model, no exact page, and the time that encoding keys takes."""
 RANDOM = (4, 512)
 """Sequences and length of the random token ids that stand in for calibration text."""
 
@@ -114,6 +114,38 @@ class Bench:
         if "every" in only:
             tables = self._calibrated(plain, self.valid)
             self._cache("every", plain, "every cached token in INT4, calibrated", tables=tables, exact_page=False)
+        if "encode" in only:
+            self._encode()
+
+    def _encode(self) -> None:
+        """CPU time of encoding the keys of one layer, in µs per token: one thread, the best of some runs, one sequence.
+
+        Twice per format: one page, as decoding fills it, and 32, as a prefill of 2,048 tokens does.
+        """
+        found: dict[str, dict[str, float]] = {}
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        for heads, dim in ((3, 64), (8, 128)):
+            mean, reads = torch.zeros(heads, dim), torch.randn(heads, dim)
+            ways: dict[str, Callable[[Tensor], Any]] = {
+                "int4": lambda k, m=mean, r=reads: formats.encode_keys(k, m, torch.ones_like(r)),
+                "int4-channel, nearest codes": lambda k, m=mean: formats.encode_key_pages(k, m, 1),
+                "int4-channel": lambda k, m=mean, r=reads: formats.encode_key_pages(k, m, 1, r),
+            }
+            for pages in (1, 32):
+                k = torch.randn(1, heads, pages * formats.PAGE, dim)
+                for name, way in ways.items():
+                    times = []
+                    for _ in range(10):
+                        start = time.process_time()
+                        way(k)
+                        times.append(time.process_time() - start)
+                    of = found.setdefault(f"{heads} heads of {dim}, {k.shape[2]} tokens", {})
+                    of[name] = round(1e6 * min(times) / k.shape[2], 1)
+        torch.set_num_threads(threads)
+        self.notes["encoding keys, CPU us per token and layer"] = found
+        self._say(json.dumps(found, indent=1))
+        self.save()
 
     def _model(self, name: str, model: Any) -> None:
         """Rows of one float model whose values are rotated: formats and sources of the key tables, exact page."""
