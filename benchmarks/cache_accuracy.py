@@ -78,13 +78,14 @@ class Bench:
         self.args = args
         self.rows: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
+        self.commit = commit()  # of what was imported: others may commit before the last row is done
         _, tokenizer = models.smollm2()
         self.tokenizer = tokenizer
         text = evaluate.encode(tokenizer, evaluate.wikitext("test")[0])
         self.batch, self.windows = evaluate.cut(text, args.windows, args.length)
         valid = evaluate.encode(tokenizer, evaluate.wikitext("valid")[0])
         self.valid = [w[None] for w in evaluate.cut(valid, range(evaluate.CALIBRATION_WINDOWS), args.length)[0]]
-        self.file = ROOT / "benchmarks/results" / f"cache-accuracy-{datetime.date.today()}-{commit()}.json"
+        self.file = ROOT / "benchmarks/results" / f"cache-accuracy-{datetime.date.today()}-{self.commit}.json"
         if not args.quick:
             self._merge()
 
@@ -202,7 +203,7 @@ class Bench:
         with self._bar(name, rows * (self.batch.shape[1] - 1)) as bar, models.uncompiled(model), keeping_decoded():
             nll = score(bar.update)
         row: dict[str, Any] = {"row": name, "how": how, "nll": nll, "perplexity": math.exp(statistics.fmean(nll))}
-        row["commit"] = commit()
+        row["commit"] = self.commit
         row["seconds"] = round(time.perf_counter() - start, 1)
         base = self._base("biased " * name.startswith("biased"))
         if base is not None:
@@ -255,7 +256,7 @@ class Bench:
             return
         self._merge()
         facts = {
-            "benchmark": "cache_accuracy", "date": str(datetime.date.today()), "commit": commit(),
+            "benchmark": "cache_accuracy", "date": str(datetime.date.today()), "commit": self.commit,
             "machine": machine(), "dtype": "float32", "length": self.args.length, "windows": list(self.windows),
             "calibration": f"{len(self.valid)} windows of the validation split", "bias": BIAS,
             "random_ids": list(RANDOM), "notes": self.notes, "rows": self.rows,
