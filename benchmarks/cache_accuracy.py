@@ -13,7 +13,8 @@ it would see decoded on its own. The row without an exact page decodes token by 
 The biased model is SmolLM2 with a bias added to every k_proj, as Qwen2-like models have them (see BIAS). Its own
 uncompiled run is the baseline of its rows.
 
-Prints a table and writes ``benchmarks/results/cache-accuracy-<date>-<commit>.json``. Exit code 1: a bar was missed.
+Prints a table and writes ``benchmarks/results/cache-accuracy-<date>-<commit>.json`` (with other windows than the gate's
+their numbers behind). Exit code 1: a bar was missed.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ class Bench:
         self.batch, self.windows = evaluate.cut(text, args.windows, args.length)
         valid = evaluate.encode(tokenizer, evaluate.wikitext("valid")[0])
         self.valid = [w[None] for w in evaluate.cut(valid, range(evaluate.CALIBRATION_WINDOWS), args.length)[0]]
-        self.file = ROOT / "benchmarks/results" / f"cache-accuracy-{datetime.date.today()}-{self.commit}.json"
+        others = "".join(f"-{w}" for w in args.windows) if tuple(args.windows) != tuple(evaluate.GATE_WINDOWS) else ""
+        name = f"cache-accuracy-{datetime.date.today()}-{self.commit}{others}.json"
+        self.file = ROOT / "benchmarks/results" / name
         if not args.quick:
             self._merge()
 

@@ -431,8 +431,9 @@ class Int4Cache(Cache):
         exact_page: false: the unfinished page is rounded to INT4 too, as in formats that have no exact page, so that a
             call sees nothing exactly but its own tokens; for comparisons.
         offloading: keep layers on the CPU while other layers run, as transformers' caches do.
-        kv_cache: ``"int4"``, or ``"int4-channel"``: keys with one range per channel and page, which need no key tables
-            and lose nothing to large biases; no kernel of ours reads them on a GPU yet.
+        kv_cache: ``"int4"``, or ``"int4-channel"``: keys with one range per channel and page, which lose nothing to
+            large biases; of ``model`` or ``tables`` they only need the direction that queries share, and do without.
+            No kernel of ours reads them on a GPU yet.
 
     Raises:
         CacheMismatchError: a layer type that keeps no keys and values, tables of another model, or offloading on a CPU.
