@@ -126,8 +126,7 @@ DEVICE void feed(u32 smem, const u16* x, const float* rstd, int m, int ldx, cons
                 st_shared_f32(at + XSUM + ((i * PARTS + w / NB) * TOKENS + w % NB * 8 + (lane >> 2)) * 4, sum);
         }
         fence_proxy_async();  // tensor cores read what ordinary stores wrote
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(x_full(smem, slot));
+        mbarrier_arrive(x_full(smem, slot));
         if (++step == p.steps) step = 0;
         if (++slot == XSLOTS) slot = 0;
         ask();  // into the slot of the step before
@@ -233,7 +232,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     p.steps = (p.tile_end - p.tile_begin + STEP - 1) / STEP;
     griddepcontrol_launch_dependents();
     if (threadIdx.x == CONSUMERS) {
-        for (int i = 0; i < XSLOTS; ++i) mbarrier_init(x_full(smem, i), 4), mbarrier_init(x_empty(smem, i), WARPS);
+        for (int i = 0; i < XSLOTS; ++i)
+            mbarrier_init(x_full(smem, i), 128), mbarrier_init(x_empty(smem, i), CONSUMERS);
         fence_mbarrier_init();
     }
 
@@ -305,10 +305,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     multiply(acc, unit, ring + slot * SLOT + i * TILE, at + (wk * CHUNK + i) * XTILE,
                              at + XSUM + (wk * CHUNK + i) * PARTS * TOKENS * 4, lane);
                 __syncwarp();
-                if (elect_sync()) {
-                    fill(slot);
-                    mbarrier_arrive(x_empty(smem, xslot));
-                }
+                if (elect_sync()) fill(slot);
+                mbarrier_arrive(x_empty(smem, xslot));
                 if (++slot == SLOTS) slot = 0, parity ^= 1;
                 if (++xslot == XSLOTS) xslot = 0, xparity ^= 1;
             }

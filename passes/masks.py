@@ -58,7 +58,7 @@ def only_causal(mask: fx.Node) -> bool:
     (transformers also looks for packed sequences in its own positions, which are a range). Positions or padding that a
     caller gives may hide more.
     """
-    if not is_tensor(mask) or value(mask).dtype != torch.bool or not same(*shape(mask)[-2:]):
+    if not is_tensor(mask) or value(mask).dtype != torch.bool or value(mask).dim() < 2 or not same(*shape(mask)[-2:]):
         return False
     if calls(mask, *_BROADCAST):
         inner = mask.args[0]
@@ -98,7 +98,7 @@ def _index_along(node: object) -> int | None:
         return dim if dim is not None and same(shape(node)[dim], shape(node.args[0])[dim]) else None
     if calls(node, aten.index.Tensor):  # of a range, the index itself
         base, indices = node.args
-        if _index_along(base) != -1 or len(indices) != value(base).dim():  # type: ignore[arg-type]
+        if _index_along(base) != -1 or len(indices) != value(base).dim() or None in indices:  # type: ignore[arg-type, operator]
             return None
         dim = _index_along(indices[-1])  # type: ignore[index]
         return dim if dim is not None and same(shape(node)[dim], shape(indices[-1])[dim]) else None  # type: ignore[index]
