@@ -104,7 +104,8 @@ class Operations(RuleBasedStateMachine):
         given = (torch.randn(HEADS, DIM), torch.rand(HEADS, DIM) + 0.5) if tables else None
         exact, kv_format = exact or channel, formats.CHANNEL if channel else "int4"
         self.layer = layer(batch, self.SLOTS, self.dtype, given, exact, kv_format)
-        self.tables = given or formats.kv_tables(HEADS, DIM)
+        mean, balance = given or formats.kv_tables(HEADS, DIM)
+        self.tables = mean, balance if given or not channel else torch.zeros_like(mean)  # no direction: nearest codes
         self.plain = Plain(batch, self.tables, self.dtype, exact, kv_format)
 
     @property
