@@ -137,7 +137,6 @@ TUNED: dict[tuple[int, int, int], dict[str, Any]] = {
         "strips": 1,
         "slots": 4,
         "warps_k": 2,
-        "delay": 0,
         "warps": 8,
         "chunk": 2,
     },
@@ -153,7 +152,16 @@ TUNED: dict[tuple[int, int, int], dict[str, Any]] = {
         "warps_n": 4,
         "xslots": 3,
     },
-    (8192, 28672, 1): {"kind": "few", "tokens": 1, "grid": 132, "cluster": 1, "strips": 4, "slots": 2, "warps_k": 16},
+    (8192, 28672, 1): {
+        "kind": "few",
+        "tokens": 1,
+        "grid": 132,
+        "cluster": 1,
+        "strips": 4,
+        "slots": 2,
+        "warps_k": 16,
+        "delay": 2000,
+    },
     (8192, 28672, 8): {
         "kind": "many",
         "tokens": 8,
@@ -177,6 +185,7 @@ TUNED: dict[tuple[int, int, int], dict[str, Any]] = {
         "delay": 0,
         "prefetch": 2,
         "chunk": 2,
+        "batch": 4,
     },
     (10240, 8192, 8): {
         "kind": "many",
