@@ -13,6 +13,7 @@ softcap, sinks, softmax over another dimension or not in float32, weights that a
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -21,8 +22,9 @@ from torch import fx
 from fu_compile.capture import same, value
 
 from . import Context, layer_of
+from .causal_mask import only_causal
 from .eager_attention import Parts, eager, own_heads
-from .masks import Mask, classify, only_causal
+from .masks import Mask, classify
 from .matching import (
     COPY,
     FLATTEN,
@@ -56,8 +58,8 @@ class Attention:
 def run(gm: fx.GraphModule, ctx: Context) -> None:
     """Recognises every attention of ``gm`` and leaves the records in ``ctx.data["attention"]``."""
     found: list[Attention] = []
-    masks: dict[fx.Node, Mask] = {}
-    causal_masks: dict[fx.Node, bool] = {}
+    # All layers share a mask or two.
+    kind_of, is_causal = functools.cache(classify), functools.cache(only_causal)
     for node in anchors(gm, SDPA, aten.softmax.int, aten._softmax.default):
         try:
             parts = _sdpa(node) if calls(node, SDPA) else eager(node)
@@ -70,17 +72,12 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
             ctx.missed(NAME, node, str(refused))
             continue
         mask, causal = parts.mask, parts.causal
-        if mask is not None and mask not in causal_masks:
-            causal_masks[mask] = only_causal(mask) and same(shape(mask)[-1], shape(parts.k)[2])
-        if mask is not None and causal_masks[mask]:  # kernels that know it leave half of the products out
-            mask, causal = None, True
+        if mask is not None and same(shape(mask)[-1], shape(parts.k)[2]) and is_causal(mask):
+            mask, causal = None, True  # kernels that know it leave half of the products out
         args = (parts.q, parts.k, parts.v, mask, parts.scale, causal)
         new = insert(gm, parts.out, NAME, args, like=node)
         replace(flat, new)
-        if mask is None:
-            kind = Mask("causal" if causal else "none")
-        else:
-            kind = masks[mask] = masks.get(mask) or classify(mask)
+        kind = Mask("causal" if causal else "none") if mask is None else kind_of(mask)
         found.append(Attention(new.name, layer_of(new), kind))
         ctx.fired(NAME, new, f"mask: {kind}")
     ctx.data[NAME] = found
