@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -199,29 +200,9 @@ def linear_fp8(
     return finish(y, steps, bias, residual, scale).to(x.dtype)
 
 
-def mlp_fp8(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    act: Tensor,
-    bias: Tensor | None,
-    down: Tensor,
-    down_scale: Tensor,
-    down_act: Tensor,
-    down_bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    scale: float,
-    prologue: str,
-    epilogue: str,
-    scaling: str,
-) -> Tensor:
-    """Two linear_fp8 in float32; what lies between them is rounded to e4m3 alone."""
-    y = two_products(
-        linear_fp8, x.to(torch.float32), weight, weight_scale, act, bias, down, down_scale, down_act, down_bias,
-        None if residual is None else residual.to(torch.float32), eps, scale, prologue, epilogue, scaling,
-    )  # fmt: skip
-    return y.to(x.dtype)
+def mlp_fp8(x: Tensor, *operands: Any) -> Tensor:
+    """:func:`two_products` in float32; what lies between them is rounded to e4m3 alone."""
+    return two_products(linear_fp8, x.to(torch.float32), *operands).to(x.dtype)
 
 
 def inner_epilogue(bias: Tensor | None) -> str:
