@@ -915,13 +915,15 @@ def kv_tables(
     inv_freq: Tensor | None = None,
     attention_scaling: float = 1.0,
     positions: int = 2048,
+    kv_format: str = "int4",
 ) -> tuple[Tensor, Tensor]:
     """key_mean and key_balance of one layer before any calibration.
 
     The mean is what the bias of k_proj becomes after RoPE, averaged over the positions 0 .. positions-1: R(p) b keeps a
     constant part only in column pairs that rotate slowly; the fast ones average to nothing. Without a bias, or without
     the frequencies, it is zero. Subtracting any constant from all keys is neutral to softmax, so this only ever moves
-    the quantiser's range. The balance is one.
+    the quantiser's range. The balance is one; of keys per channel the second table is a direction
+    (:func:`encode_key_pages`), and zero: none is known.
 
     Args:
         kv_heads: Hkv.
@@ -931,6 +933,7 @@ def kv_tables(
         inv_freq: [R/2] RoPE frequencies in radians per token, or none.
         attention_scaling: the factor on cos and sin (yarn).
         positions: tokens in the average.
+        kv_format: one of KV_FORMATS.
 
     Returns:
         key_mean [Hkv, D] f32 and key_balance [Hkv, D] f32.
@@ -939,7 +942,8 @@ def kv_tables(
         FormatError: a bias or frequencies of another size.
     """
     with torch.inference_mode(False), torch.no_grad():
-        balance = torch.ones((kv_heads, head_dim), dtype=torch.float32, device=device)
+        value = float(kv_format != CHANNEL)
+        balance = torch.full((kv_heads, head_dim), value, dtype=torch.float32, device=device)
         mean = torch.zeros_like(balance)
         if key_bias is None or inv_freq is None:
             return mean, balance

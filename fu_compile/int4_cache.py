@@ -134,9 +134,9 @@ class Int4Layer(StaticLayer):
             self.value_rows = torch.zeros(rows, dtype=dtype, device=device)
             store = formats.kv_store(batch_size, num_heads, max_cache_len, head_dim, device, kv_format)
             self.k_codes, self.k_scales, self.v_codes, self.v_scales = store
-            mean, balance = tables if tables is not None else formats.kv_tables(num_heads, head_dim, device)
-            if tables is None and kv_format == formats.CHANNEL:
-                balance = torch.zeros_like(mean)
+            if tables is None:
+                tables = formats.kv_tables(num_heads, head_dim, device, kv_format=kv_format)
+            mean, balance = tables
             if mean.shape != (num_heads, head_dim) or balance.shape != (num_heads, head_dim):
                 raise CacheMismatchError(
                     f"key tables {list(mean.shape)} and {list(balance.shape)} for {num_heads} heads of {head_dim}"
