@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from . import ops, passes, plan, repro
-from .caches import guard_static_caches
+from .caches import guard_static_caches, starts_at_counter
 from .capture import Captured, capture
 from .errors import (
     DtypeError,
@@ -457,6 +457,7 @@ def sign(done: Rewritten) -> Signature:
         extra_outputs=ctx.extra_outputs,
         limits=limits,
         tokens=tokens,
+        counted=starts_at_counter(ctx, gm, _POSITIONS, {i for i, _, _ in limits}),
         names={i.index: i.path for i in ctx.inputs},
         caches=[i.index for i in ctx.inputs if i.kind == "cache"],
     )
@@ -466,6 +467,8 @@ _WRITES = {
     "kv_write_": (0, 1), "qkv_append": (6, 14), "attention_int4": (6, 14), "kv_extend_": (2, 10), "kv_update": (2, 10),
 }  # fmt: skip
 """Operator -> positions of the cache and of the token positions among its arguments."""
+_POSITIONS = {"qkv_append": 14, "attention_int4": 14, "attention_prefill": 11, "kv_extend_": 10, "kv_update": 10}
+"""Operators that may ask the host where they stand (``pages.first_position``) -> position of the token positions."""
 
 
 def limits_of(done: Rewritten) -> list[tuple[int, Size, str]]:

@@ -4,13 +4,16 @@ The user's tensors stay true: kernels write them as well. The copy hangs on the 
 each call the runtime compares identity, address and ``_version`` with what it saw last. If anything else wrote to the
 cache (eager prefill, ``reset``, ``crop``, beam reorder, the user), the finished pages are imported again. Where PyTorch
 keeps no version (inference tensors) the copy is imported at every call: it is never trusted.
+
+How many tokens a cache holds stands in a tensor on its device. ``LENGTHS`` remembers what the host knows of it, by the
+same rule; where it knows nothing, the runtime reads once a call.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from . import formats, ops
 from .errors import CacheLengthError, CacheMismatchError, through_dynamo
+from .lowerings.pages import capturing
 
 if TYPE_CHECKING:
     from .packed import Rows
@@ -202,6 +206,139 @@ class Copies:
 COPIES = Copies()
 
 
+class _Length:
+    """What the host knew of one counter when PyTorch had counted ``version`` writes to it."""
+
+    __slots__ = ("captured", "counter", "tokens", "version")
+
+    def __init__(self, counter: weakref.ref[Tensor]) -> None:
+        self.counter = counter
+        self.version, self.tokens, self.captured = -1, 0, False
+
+
+class Lengths:
+    """What the host knows of the counters of caches (``cumulative_length``, 0-d int64), so that it need not read them.
+
+    A counter is believed as long as it is the same tensor and PyTorch has counted no write to it. Replays of a CUDA
+    graph are not counted: a counter that one may advance is marked, and from then on read at every call. During a
+    capture the host knows of a cache that it is empty, and what calls and resets within captures have made of it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Length] = {}
+
+    def know(self, counter: Tensor, tokens: int, captured: bool = False) -> None:
+        """The counter holds ``tokens`` now; ``captured``: it will, at this place of the CUDA graph being captured."""
+        if counter.is_inference():  # its writes are not counted
+            return
+        key = id(counter)
+        known = self._known.get(key)
+        if known is None or known.counter() is not counter:
+            known = self._known[key] = _Length(weakref.ref(counter, functools.partial(self._forget, key)))
+        known.version, known.tokens, known.captured = counter._version, tokens, captured
+        if captured:
+            self.mark(counter)
+
+    def known(self, counter: Tensor, captured: bool = False) -> int | None:
+        """Tokens by the counter, or none where the host has to read it; ``captured``: during a capture."""
+        known = self._known.get(id(counter))
+        if known is None or known.counter() is not counter or known.version != counter._version:
+            return None
+        if captured:
+            return known.tokens if known.captured or not known.tokens else None
+        return None if known.captured or hasattr(counter, "_fu_replayed") else known.tokens
+
+    @staticmethod
+    def mark(counter: Tensor) -> None:
+        """Replays of a CUDA graph may advance this counter from now on."""
+        counter._fu_replayed = True  # type: ignore[attr-defined]
+
+    def read(self, counters: Sequence[Tensor]) -> list[int]:
+        """Tokens by each counter. What is not known is read, in one go for each device that counters lie on."""
+        found = [self.known(c) for c in counters]
+        if None not in found:
+            return found  # type: ignore[return-value]
+        places: dict[torch.device, list[int]] = {}
+        for i, counter in enumerate(counters):
+            places.setdefault(counter.device, []).append(i)
+        for indices in places.values():
+            # Those that are known too: the values of all cost a GPU no more than the value of one.
+            if any(found[i] is None for i in indices):
+                values = torch.stack([counters[i].reshape(()) for i in indices]).tolist()
+                for i, value in zip(indices, values, strict=True):
+                    found[i] = value
+        return found  # type: ignore[return-value]
+
+    def _forget(self, key: int, gone: weakref.ref[Tensor]) -> None:
+        if (known := self._known.get(key)) is not None and known.counter is gone:
+            del self._known[key]
+
+
+LENGTHS = Lengths()
+
+
+def starts_at_counter(ctx: Context, gm: fx.GraphModule, readers: dict[str, int], counters: set[int]) -> bool:
+    """Whether every operator that stands at a position of a cache stands at ``arange(S) + cumulative_length``.
+
+    The counter as it was when the call began: then one number tells all of them where they are.
+
+    Args:
+        ctx, gm: a graph after all passes.
+        readers: name of an operator -> index of the position among its arguments.
+        counters: which arguments are counters that the runtime looks at.
+    """
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for node in gm.graph.nodes:
+        at = readers.get(ops.name_of(node.target) or "")
+        if at is None:
+            continue
+        counter = counter_of(ctx, node.args[at], node, order)  # type: ignore[arg-type]
+        if counter is None or ctx.index(counter) not in counters:
+            return False
+    return True
+
+
+def counter_of(ctx: Context, position: fx.Node, reader: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
+    """The counter, not yet advanced, that ``position`` starts from: the placeholder, or none where it is not so.
+
+    Args:
+        ctx: of the graph.
+        position: ``arange(S) + cumulative_length``, or a view of the counter as one position.
+        reader: the operator that reads ``position``.
+        order: position of every node in the graph.
+    """
+    aten = torch.ops.aten
+    if position.target is aten.view.default:  # passes/positions.py: one token, the counter itself
+        counter, moment = position.args[0], reader
+    elif position.target is aten.add.Tensor and not position.kwargs and len(position.args) == 2:
+        (counter, tokens), moment = position.args, position
+        if getattr(counter, "target", None) is aten.arange.default:
+            counter, tokens = tokens, counter
+        if getattr(tokens, "target", None) is not aten.arange.default or len(tokens.args) != 1:
+            return None
+    else:
+        return None
+    while isinstance(counter, fx.Node) and counter.target in (aten.to.device, aten._to_copy.default):
+        counter = counter.args[0]
+    if not isinstance(counter, fx.Node) or not ctx.path(counter).endswith("cumulative_length"):
+        return None
+    advanced = any(order[user] < order[moment] for user in writers(counter))
+    return None if advanced else counter
+
+
+def writers(counter: fx.Node) -> list[fx.Node]:
+    """The nodes that may write to a tensor, through views of it too."""
+    found = []
+    for user in counter.users:
+        schema = getattr(user.target, "_schema", None)
+        if schema is None or schema.is_mutable:
+            if ops.name_of(user.target) is None:  # ours write to caches and to the states of linears
+                found.append(user)
+        elif user.op == "call_function" and any(r.alias_info is not None for r in schema.returns):
+            found += writers(user)
+    return found
+
+
 def mismatch(layer: Any, keys: Tensor) -> tuple[str, Any, Any] | None:
     """(what, the cache's, this call's) of the first thing in which keys: [B, Hkv, S, D] do not fit a static layer."""
     if not layer.is_sliding and keys.shape[2] > layer.max_cache_len:
@@ -254,7 +391,7 @@ def guard_static_caches() -> None:
     Dynamo meets such a call inside ``StaticLayer.update``, long before a backend sees a graph, and would report it as
     an internal error of a fake tensor; so the check stands there. A ``raise`` that Dynamo traces would cut the model
     into pieces and run those before it, so the error is raised by a function that Dynamo calls instead of tracing it.
-    Idempotent; correct calls are not changed.
+    What empties or crops a layer tells ``LENGTHS`` how many tokens are left. Idempotent; correct calls are not changed.
     """
     try:
         from transformers import cache_utils
@@ -264,6 +401,41 @@ def guard_static_caches() -> None:
     for cls in (cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer):
         if not getattr(cls.update, "_fu_checked", False):
             cls.update = _checked(cls.update)  # type: ignore[method-assign]
+    layer: Any = cache_utils.StaticLayer
+    for name in ("lazy_initialization", "reset", "crop"):
+        method = getattr(layer, name, None)  # transformers 5.17 has no crop
+        if method is not None and not getattr(method, "_fu_counted", False):
+            setattr(layer, name, _counted(method))
+
+
+def _counted(method: Callable[..., None]) -> Callable[..., None]:
+    """A method of a static layer after which ``LENGTHS`` knows what the host can know."""
+
+    @functools.wraps(method)
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        counter = self.cumulative_length
+        if torch.compiler.is_compiling() or not isinstance(counter, Tensor):
+            return method(self, *args, **kwargs)
+        captured = capturing(counter)
+        if method.__name__ == "reset":
+            left: int | None = 0
+        elif method.__name__ == "crop":
+            left = LENGTHS.known(counter, captured)
+            if left is not None:
+                left -= abs(args[0] if args else kwargs["tokens_to_remove"])
+        else:
+            left = _on_host(counter)
+        method(self, *args, **kwargs)
+        if left is not None:
+            LENGTHS.know(self.cumulative_length, left, captured)
+        return None
+
+    counted._fu_counted = True  # type: ignore[attr-defined]
+    return counted
+
+
+def _on_host(counter: Tensor) -> int | None:
+    return int(counter) if counter.device.type == "cpu" else None
 
 
 def _checked(update: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,9 +25,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticLayer
 
 from . import formats, lowerings, ops
-from .caches import difference, refuse, too_short
+from .caches import LENGTHS, difference, refuse, too_short
 from .errors import CacheLengthError, CacheMismatchError, FuWarning, GradientError, HeadDimError, OptionError
 from .keys import KeyTables, tables_of
+from .lowerings.pages import calling, capturing
 from .models import heads_of
 from .weights import RISK
 
@@ -145,6 +146,7 @@ class Int4Layer(StaticLayer):
             self.key_mean = mean.detach().to(device=device, dtype=torch.float32, copy=True)
             self.key_balance = balance.detach().to(device=device, dtype=torch.float32, copy=True)
             self.cumulative_length = torch.zeros((), dtype=torch.int64, device=device)
+        self._know(0)
         self._mark()
         self.is_initialized = True
 
@@ -152,6 +154,17 @@ class Int4Layer(StaticLayer):
         """Tells Dynamo that these tensors stay where they are, as StaticLayer does with its own."""
         for name in (*_TENSORS, *_SHARED):
             torch._dynamo.mark_static_address(getattr(self, name))
+
+    def _know(self, tokens: int) -> None:
+        """Remembers that the counter holds ``tokens``, so that nobody has to read it."""
+        if not torch.compiler.is_compiling():
+            LENGTHS.know(self.cumulative_length, tokens, capturing(self.cumulative_length))
+
+    def _length(self) -> int:
+        """Tokens in the cache: as the host knows it, else read."""
+        counter = self.cumulative_length
+        known = LENGTHS.known(counter, capturing(counter))
+        return LENGTHS.read([counter])[0] if known is None else known
 
     def __repr__(self) -> str:
         size = f"{self.batch_size} x {self.max_cache_len} tokens, {self.num_heads} heads of {self.k_head_dim}"
@@ -197,7 +210,7 @@ class Int4Layer(StaticLayer):
             )
 
     def _read(self, rows: str, codes: str, scales: str, mean: Tensor | None, balance: Tensor | None) -> Tensor:
-        live = int(self.cumulative_length)
+        live = self._length()
         pages = live // PAGE
         exact = getattr(self, rows)
         out = exact.new_zeros((self.batch_size, self.num_heads, self.max_cache_len, exact.shape[-1]))
@@ -225,7 +238,15 @@ class Int4Layer(StaticLayer):
         if found is not None:
             refuse(type(self).__name__, *found)
         if not torch.compiler.is_compiling():
-            self._check(key_states)
+            used = self._check(key_states)
+            with calling(used, capturing(self.cumulative_length)):
+                seen = self._append(key_states, value_states)
+            self._know(used + key_states.shape[2])
+            return seen
+        return self._append(key_states, value_states)
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`update` after all checks. Dynamo traces this."""
         tokens = key_states.shape[2]
         position = torch.arange(tokens, device=self.device) + self.cumulative_length
         store = (self.k_codes, self.k_scales, self.v_codes, self.v_scales, self.key_mean, self.key_balance)
@@ -261,11 +282,15 @@ class Int4Layer(StaticLayer):
         )
         return difference(sizes, others)
 
-    def _check(self, k: Tensor) -> None:
-        """What only an eager call can know: how full the cache is, whether a gradient is wanted, the kind of keys."""
+    def _check(self, k: Tensor) -> int:
+        """What only an eager call can know: how full the cache is, whether a gradient is wanted, the kind of keys.
+
+        Returns:
+            Tokens in the cache.
+        """
         if torch.is_grad_enabled() and k.requires_grad:
             raise GradientError("gradients are wanted through an Int4Cache", where=type(self).__name__)
-        used, tokens = int(self.cumulative_length), k.shape[2]
+        used, tokens = self._length(), k.shape[2]
         if used + tokens > self.max_cache_len:
             raise too_short(self.max_cache_len, used, tokens, type(self).__name__)
         if used == 0 and tokens >= PAGE and not self.tables_given and self.kv_format != formats.CHANNEL:
@@ -280,6 +305,7 @@ class Int4Layer(StaticLayer):
                     FuWarning,
                     stacklevel=4,
                 )
+        return used
 
     def get_seq_length(self) -> Any:
         """Tokens in the cache, a tensor on its device as in StaticLayer."""
@@ -301,6 +327,7 @@ class Int4Layer(StaticLayer):
         """Forgets all tokens; the tables stay."""
         with torch.inference_mode(False):
             self.cumulative_length.zero_()
+        self._know(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens: a negative number says how many, a positive one how many to keep.
@@ -310,7 +337,7 @@ class Int4Layer(StaticLayer):
         Raises:
             CacheLengthError: there are fewer tokens than that.
         """
-        length = int(self.cumulative_length)
+        length = self._length()
         left = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
         if left < 0:
             raise CacheLengthError(
@@ -326,6 +353,7 @@ class Int4Layer(StaticLayer):
                 self.key_rows.copy_(k)
                 self.value_rows.copy_(v)
             self.cumulative_length.fill_(left)
+        self._know(left)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was; beam_idx: [B] int. The tensors keep their addresses.
@@ -405,6 +433,7 @@ class Int4Layer(StaticLayer):
         """
         if dtype is not None and not dtype.is_floating_point:
             raise CacheMismatchError(f"a cache cannot hold {dtype}", where=type(self).__name__)
+        known = LENGTHS.known(self.cumulative_length)
         self.device = self.device if device is None else torch.device(device)
         self.dtype = self.dtype if dtype is None else dtype
         self._move(self.device)
@@ -413,6 +442,8 @@ class Int4Layer(StaticLayer):
                 setattr(self, name, getattr(self, name).to(self.dtype))
             for name in _SHARED:
                 setattr(self, name, getattr(self, name).to(self.device))
+        if known is not None:
+            self._know(known)
         self._mark()
         return self
 

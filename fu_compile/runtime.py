@@ -20,10 +20,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from . import formats
-from .caches import COPIES, Copy, KVSpec, too_short
+from .caches import COPIES, LENGTHS, Copy, KVSpec, too_short
 from .errors import CacheMismatchError, MetaParameterError, WeightsChangedError
 from .keys import on_grid
 from .lowerings.dense import dense_bytes
+from .lowerings.pages import calling
 from .report import GraphReport
 from .weights import STORE, PackSpec, Sample, key_risk, key_tables, measured_risk
 
@@ -56,6 +57,8 @@ class Signature:
     """(argument index of a cumulative_length, slots of its cache, layer) for every StaticCache that is written."""
     tokens: Size
     """Tokens per sequence of a call."""
+    counted: bool = False
+    """Whether every operator stands in its cache where the cumulative_length says (``caches.starts_at_counter``)."""
     names: dict[int, str] = field(default_factory=dict)
     """Argument index -> path, for messages."""
     caches: list[int] = field(default_factory=list)
@@ -193,7 +196,6 @@ class CompiledGraph:
         self._bindings: dict[int, Binding] = {}
         self._copies: weakref.WeakSet[Copy] = weakref.WeakSet()
         self._last: list[Callable[[], Copy | None]] = [_none] * len(signature.kv)  # weak: a store dies with its cache
-        self._left: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._anchor = signature.packs[0].weights[0] if signature.packs else None
         self._phase = f"{graph.phase}_calls"
         self._prefill = graph.phase != "decode"
@@ -205,7 +207,7 @@ class CompiledGraph:
         capturing = self._capturable and torch.cuda.is_current_stream_capturing()
         if capturing:
             self._before_capture(args)
-        lengths = self._lengths(args) if signature.limits and not capturing else ()
+        lengths = self._lengths(args, capturing) if signature.limits else {}
         extras: list[Any] = []
         constants: list[Tensor] = []
         copies: list[Copy | None] = []
@@ -213,13 +215,16 @@ class CompiledGraph:
             binding = self.bind(args, sampled=not capturing)
             constants = binding.constants
             if signature.kv:
-                copies = self._caches(args, binding, lengths[0][1] if lengths else None, extras)
+                copies = self._caches(args, binding, lengths, extras, capturing)
         inner = self._outside if self._prefill and torch.is_inference_mode_enabled() else self.inner
-        out = inner(*[args[i] for i in signature.keep], *extras, *constants)
-        for i, value in lengths:
-            t = args[i]
-            if not t.is_inference():
-                self._left[i] = (weakref.ref(t), t._version, value)
+        # A decode step is captured once for every position.
+        first = None if capturing and not self._prefill else self._first(lengths)
+        with calling(first, capturing):
+            out = inner(*[args[i] for i in signature.keep], *extras, *constants)
+        if lengths:
+            tokens = size(args, signature.tokens)
+            for i, length in lengths.items():
+                LENGTHS.know(args[i], length + tokens, capturing)
         if copies:
             out = self._seen(args, out, copies, binding)
         counters = self.counters
@@ -286,11 +291,11 @@ class CompiledGraph:
     # ---- capture ---------------------------------------------------------------------------------------------------
 
     def _before_capture(self, args: Sequence[Any]) -> None:
-        """In a ``torch.cuda.graph``: refuses what would have to read the device, and marks the lengths as replayed.
+        """In a ``torch.cuda.graph``: refuses what would have to read the device.
 
         Whether the cache is long enough cannot be asked here; the kernels look at the position themselves, and past the
-        end they write nothing and give NaN. A replay advances a length without moving its version, so from now on
-        nothing that is remembered about it is believed.
+        end they write nothing and give NaN. A prefill is captured for the position that the host knows, and gives NaN
+        where a replay starts at another.
 
         Raises:
             WeightsChangedError: parameters would have to be packed.
@@ -306,41 +311,45 @@ class CompiledGraph:
                 continue
             keys, values = args[spec.keys], args[spec.values]
             copy = COPIES.find(keys, values, spec.kv_format)
-            if copy is None or not copy.current(keys, values):
+            empty = spec.length is not None and LENGTHS.known(args[spec.length], captured=True) == 0
+            if copy is None or not (empty or copy.current(keys, values)):
                 raise CacheMismatchError(
                     "the INT4 pages of this cache are not those of its rows, and importing them cannot be captured",
                     where=spec.layer,
                     advice=advice,
                 )
-        for i, _, _ in self.signature.limits:
-            args[i]._fu_replayed = True
 
     # ---- caches ----------------------------------------------------------------------------------------------------
 
-    def _lengths(self, args: Sequence[Any]) -> list[tuple[int, int]]:
-        """(argument index, length after this call) of every cumulative_length; an overflow is an error here."""
+    def _lengths(self, args: Sequence[Any], capturing: bool) -> dict[int, int]:
+        """Argument index -> tokens by every cumulative_length before this call; an overflow is an error here.
+
+        What the host does not know is read from the device, once for all of them; during a capture it is left out. A
+        replay advances a length without moving its version: it is marked, and never believed again.
+        """
+        limits = self.signature.limits
+        if capturing:
+            found = {i: LENGTHS.known(args[i], captured=True) for i, _, _ in limits}
+            for i in found:
+                LENGTHS.mark(args[i])
+            return {i: length for i, length in found.items() if length is not None}
         tokens = size(args, self.signature.tokens)
-        before = [self._known(args, i) for i, _, _ in self.signature.limits]
-        if None in before:
-            # Not those that the runtime remembers alone: one read of all costs a GPU no more than one of the first.
-            before = torch.stack([args[i].reshape(()) for i, _, _ in self.signature.limits]).tolist()
-        after = []
-        for (i, slots, layer), used in zip(self.signature.limits, before, strict=True):
-            length, limit = used + tokens, size(args, slots)  # type: ignore[operator]
-            if length > limit:
-                raise too_short(limit, length - tokens, tokens, layer)
-            after.append((i, length))
-        return after
+        before = LENGTHS.read([args[i] for i, _, _ in limits])
+        for (_, slots, layer), used in zip(limits, before, strict=True):
+            if used + tokens > (limit := size(args, slots)):
+                raise too_short(limit, used, tokens, layer)
+        return {i: used for (i, _, _), used in zip(limits, before, strict=True)}
 
-    def _known(self, args: Sequence[Any], i: int) -> int | None:
-        """The cumulative_length at argument ``i``, or none where somebody else may have changed it."""
-        t: Tensor = args[i]
-        left = self._left.get(i)
-        if left is not None and left[0]() is t and left[1] == t._version and not hasattr(t, "_fu_replayed"):
-            return left[2]
-        return None
+    def _first(self, lengths: dict[int, int]) -> int | None:
+        """The position of this call in all caches; none where they differ or not every one is known."""
+        if not self.signature.counted or len(lengths) < len(self.signature.limits):
+            return None
+        found = set(lengths.values())
+        return found.pop() if len(found) == 1 else None
 
-    def _caches(self, args: Sequence[Any], binding: Binding, after: int | None, extras: list[Any]) -> list[Copy | None]:
+    def _caches(
+        self, args: Sequence[Any], binding: Binding, lengths: dict[int, int], extras: list[Any], capturing: bool
+    ) -> list[Copy | None]:
         """Appends the store and the tables of every layer to ``extras``, importing what is new or was changed."""
         copies: list[Copy | None] = []
         last = self._last
@@ -354,28 +363,25 @@ class CompiledGraph:
             if copy is None or not copy.current(keys, values):
                 copy = COPIES.find(keys, values, spec.kv_format)
                 last[n] = _none if copy is None else weakref.ref(copy)
-            if copy is None or not copy.current(keys, values):
+            if capturing and copy is not None and not copy.current(keys, values):
+                # Empty (_before_capture). A copy of its own: what the cache holds until a replay is still to import.
+                copy = Copy(keys, values, copy.store, copy.tables)
+            elif copy is None or not copy.current(keys, values):
                 known = copy is not None
                 tables = tuple(t.to(keys.device) for t in tables)  # type: ignore[assignment]
                 store = copy.store if known else None  # type: ignore[union-attr]
                 copy = COPIES.attach(keys, values, tables, store, spec.kv_format)
-                used = self._used(args, spec, after)
+                # The whole cache where the graph does not say how many tokens are in it.
+                used = keys.shape[2] if spec.length is None else lengths[spec.length]  # one of signature.limits
                 last[n] = weakref.ref(copy)
                 self._copies.add(copy)
-                copy.fill(keys, values, used)
                 if used:
+                    copy.fill(keys, values, used)
                     self.counters["reimports" if known else "imports"] += 1
             copies.append(copy)
             extras += copy.store
             extras += copy.tables
         return copies
-
-    def _used(self, args: Sequence[Any], spec: KVSpec, after: int | None) -> int:
-        """Tokens in the cache before this call; the whole cache where the graph does not say."""
-        if spec.length is not None:
-            known = self._known(args, spec.length)
-            return int(args[spec.length]) if known is None else known
-        return args[spec.keys].shape[2]
 
     def _seen(
         self, args: Sequence[Any], out: Sequence[Any], copies: list[Copy | None], binding: Binding

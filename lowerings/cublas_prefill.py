@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fu_compile.lowerings.decode_linear import capability, one
-from fu_compile.lowerings.pages import PAGE, Store, exact_rows, seen
+from fu_compile.lowerings.pages import PAGE, Store, exact_rows, seen, unless_moved
 from fu_compile.lowerings.reference_attention import span, without_hidden, zeros_for_blind
 from fu_compile.lowerings.reference_block import merge_heads
 from fu_compile.lowerings.reference_linear import (
@@ -143,8 +143,8 @@ def attention_prefill(
 ) -> Tensor:
     """q: [B, Hq, S, D], k and v: [B, Hkv, S, D] -> [B, S, Hq*D]; what is seen is what the reference sees.
 
-    Unless ``fresh``, the first position is read back, once a layer: a call on an empty cache sees its own keys and
-    values alone, and then no page is decoded.
+    A call on an empty cache sees its own keys and values alone: then no page is decoded, and without a mask it takes
+    the path of a call without a cache.
     """
     first, live = 0, q.shape[2]
     if not fresh:
@@ -153,12 +153,15 @@ def attention_prefill(
         if first:
             exact = exact_rows(store, keys, k, first), exact_rows(store, values, v, first)
             k, v = (t.to(q.dtype) for t in seen(store, *exact, first // PAGE, keep=False, check=False)[:2])
+        v = unless_moved(v, position, first)
     grouped = q.shape[1] != k.shape[1]
     if mask is None and not first:
         causal = q.shape[2] > 1
         return merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped))
-    if mask is None:
+    if mask is None:  # every slot is seen by the last query, and every query sees the first slot
         mask = torch.arange(live, device=q.device) <= position[:, None]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        return merge_heads(y)
     mask = mask[(None,) * (4 - mask.dim())][..., :live]
     k, v = without_hidden(mask, k, v)
     added = mask if mask.dtype == torch.bool else mask.to(q.dtype)

@@ -9,6 +9,9 @@
 decoded once, the exact rows (fewer than 64, plus the tokens of the call) are copied at every call. Whoever else writes
 to the store moves a version and the decoded pages are dropped. A store without versions (inference tensors), stores on
 other devices and those of an Int4Cache, whose point is memory, are decoded at every call.
+
+Where a call stands in its cache, the runtime knows or reads once for all layers (:func:`calling`). An operator that is
+called without it reads its position itself.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from fu_compile.lowerings.dense import version_of
 from torch import Tensor
 
 from fu_compile import formats
+from fu_compile.errors import CacheMismatchError
 
 PAGE = formats.PAGE
 _ATTRIBUTE = "_fu_decoded"
@@ -42,6 +46,68 @@ def keeping_decoded() -> Iterator[None]:
 def keeps_decoded() -> bool:
     """Whether this is inside :func:`keeping_decoded`."""
     return _keep.get()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the host knows of the call that runs."""
+
+    first: int | None = None
+    captured: bool = False
+
+
+_NOTHING = _Call()
+_call: contextvars.ContextVar[_Call] = contextvars.ContextVar("fu_compile_call", default=_NOTHING)
+
+
+@contextlib.contextmanager
+def calling(first: int | None, captured: bool = False) -> Iterator[None]:
+    """Inside, :func:`first_position` gives ``first`` instead of reading a position back from its device.
+
+    Args:
+        first: position of the call's first token in every cache that it writes; none: only the device knows.
+        captured: the call is being captured in a CUDA graph, which is replayed wherever the cache stands then.
+    """
+    token = _call.set(_Call(first, captured))
+    try:
+        yield
+    finally:
+        _call.reset(token)
+
+
+def capturing(t: Tensor) -> bool:
+    """Whether work on ``t`` is being captured in a CUDA graph, where nothing can be read back."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def first_position(position: Tensor) -> int:
+    """position[0]: [S] int64, from the host where it knows it, else read back.
+
+    Raises:
+        CacheMismatchError: it would have to be read during the capture of a CUDA graph.
+    """
+    call = _call.get()
+    inside = capturing(position)
+    # A graph that somebody captures within the call (Inductor's own) would keep the number of this call for good.
+    if call.first is not None and (call.captured or not inside):
+        return call.first
+    if inside:
+        raise CacheMismatchError(
+            "how many tokens the cache holds is known on the device alone, and reading it cannot be captured",
+            where="torch.cuda.graph",
+            advice="Call cache.reset() first, inside torch.cuda.graph or right before it: a prefill is captured for the"
+            " position that the cache is known to have.",
+        )
+    return int(position[0])
+
+
+def unless_moved(v: Tensor, position: Tensor, first: int) -> Tensor:
+    """The values of a call that was told to start at ``first``: v: [B, Hkv, S, D], as they are.
+
+    In a CUDA graph they become NaN where a replay starts at another position than the capture did: attention then
+    gives NaN instead of what looks like a result.
+    """
+    return v.masked_fill(position[0] != first, float("nan")) if _call.get().captured else v
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,25 @@
 """Reference: RoPE, the INT4 cache and attention over it. Float32 inside, one rounding at the end.
 
-Positions are read back to the host: on a GPU that stalls the stream, so there this is for checking the kernels.
+Rows and pages are found by a number that the host needs: the runtime says it once a call (``pages.calling``). Without
+that it is read back, which stalls a GPU's stream.
 """
 
 from __future__ import annotations
 
 import torch
-from fu_compile.lowerings.pages import PAGE, Store, append, decode_keys, exact_rows, extend, keeps_decoded, paged, seen
+from fu_compile.lowerings.pages import (
+    PAGE,
+    Store,
+    append,
+    decode_keys,
+    exact_rows,
+    extend,
+    first_position,
+    keeps_decoded,
+    paged,
+    seen,
+    unless_moved,
+)
 from fu_compile.lowerings.reference_block import check_length, merge_heads, rotate, sdpa
 from torch import Tensor
 
@@ -68,8 +81,12 @@ def _normed(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
 
 
 def span(position: Tensor, keys: Tensor, store: Store) -> tuple[int, int]:
-    """First position of the call and tokens in the cache after it; CacheLengthError if that is too long."""
-    first = int(position[0])
+    """First position of the call and tokens in the cache after it.
+
+    Raises:
+        CacheLengthError: more tokens than fit. CacheMismatchError: see ``pages.first_position``.
+    """
+    first = first_position(position)
     live = first + position.shape[0]
     check_length(first, live - 1, store.k_codes.shape[2] * PAGE if paged(keys, store) else keys.shape[2])
     return first, live
@@ -113,6 +130,7 @@ def qkv_append(
     first, live = span(position, keys, store)
     _check_store(keys, k_codes, qkv.shape[0])
     q, k, v = qkv_rope(qkv, cos, sin, q_norm, k_norm, eps, q_heads, kv_heads, head_dim)
+    v = unless_moved(v, position, first)
     _write(store, keys, values, k, v, first, live)
     return q, k, v
 
@@ -154,6 +172,7 @@ def attention_int4(
     first, live = span(position, keys, store)
     _check_store(keys, k_codes, qkv.shape[0])
     q, k, v = _heads(qkv, cos, sin, q_norm, k_norm, eps, q_heads, kv_heads, head_dim)
+    v = unless_moved(v, position, first)
     if paged(keys, store):  # the unfinished page is read before a finished one makes room for the next
         y = _over_cache(q, k, v, keys, values, store, position, mask, scale, first)
         extend(store, keys, values, k, v, first)
@@ -176,9 +195,13 @@ def _over_cache(
     first: int,
 ) -> Tensor:
     """Attention of q: [B, Hq, S, D] f32 over the cache, -> the same shape. k, v: [B, Hkv, S, D], those of the call."""
+    if not first and mask is None:  # an empty cache: the call sees itself alone
+        k, v = (x.to(keys.dtype).to(torch.float32) for x in (k, unless_moved(v, position, first)))
+        return _attend(q, k, v, None, scale, k.shape[2], causal=True, finite=False)
     k_exact, v_exact = exact_rows(store, keys, k, first), exact_rows(store, values, v, first)
     keep = keeps_decoded() or not paged(keys, store)
     k, v, finite = seen(store, k_exact, v_exact, first // PAGE, keep, check=mask is not None)
+    v = unless_moved(v, position, first)
     live = k.shape[2]
     if mask is None and live - first > 1:
         mask = torch.arange(live, device=q.device) <= position[:, None]
@@ -302,7 +325,7 @@ def kv_extend_(
     store = Store(k_codes, k_scales, v_codes, v_scales, key_mean, key_balance)
     first, live = span(position, keys, store)
     _check_store(keys, k_codes, k.shape[0])
-    _write(store, keys, values, k, v, first, live)
+    _write(store, keys, values, k, unless_moved(v, position, first), first, live)
 
 
 def kv_update(
@@ -328,6 +351,7 @@ def kv_update(
     first, live = span(position, keys, store)
     check_length(first, live - 1, length)
     _check_store(keys, k_codes, k.shape[0])
+    v = unless_moved(v, position, first)
     if not paged(keys, store):
         _write(store, keys, values, k, v, first, live)
     k_exact, v_exact = exact_rows(store, keys, k, first), exact_rows(store, values, v, first)
