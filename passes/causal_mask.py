@@ -1,7 +1,8 @@
 """Whether a mask is causal and nothing else, proved from the nodes that make it.
 
-``mask = arange(S)[key] <= arange(S)[query]``, and whatever else takes part is True for sure. Where no proof is found
-the mask stays, which costs speed, never correctness.
+``mask = arange(S)[key] <= arange(S)[query]``, and whatever else takes part is True for sure; over a cache
+``arange(L)[slot] <= (arange(S) + length)[query]``. Where no proof is found the mask stays, which costs speed, never
+correctness.
 """
 
 from __future__ import annotations
@@ -17,52 +18,81 @@ _AND = (aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default)
 _BROADCAST = (aten.expand.default, aten.alias.default)
 
 
-def only_causal(mask: fx.Node) -> bool:
+def only_causal(mask: fx.Node, position: fx.Node | None = None) -> bool:
     """Whether a boolean ``mask`` [.., S, S] is exactly ``key <= query``, whatever the sizes are.
 
     True only when the graph says so: two ranges that start at 0, and beside them nothing that is not True for sure
     (transformers also looks for packed sequences in its own positions, which are a range). Positions or padding that a
     caller gives may hide more.
+
+    With ``position``: [S], a node: whether ``mask`` [.., S, L] is exactly ``slot <= position[query]``.
     """
-    if not is_tensor(mask) or value(mask).dtype != torch.bool or value(mask).dim() < 2 or not same(*shape(mask)[-2:]):
+    if not is_tensor(mask) or value(mask).dtype != torch.bool or value(mask).dim() < 2:
+        return False
+    if position is None and not same(*shape(mask)[-2:]):
         return False
     if calls(mask, *_BROADCAST):
-        inner = mask.args[0]
-        return is_tensor(inner, value(mask).dim()) and same(*shape(inner)[-2:]) and only_causal(inner)  # type: ignore[arg-type]
+        return _as_large(mask.args[0], mask) and only_causal(mask.args[0], position)  # type: ignore[arg-type]
     if calls(mask, *_AND):
         left, right = mask.args
-        return any(_constant(a) == 1 and only_causal(b) for a, b in ((left, right), (right, left)))  # type: ignore[arg-type]
+        pairs = ((left, right), (right, left))
+        return any(_constant(a) == 1 and _as_large(b, mask) and only_causal(b, position) for a, b in pairs)  # type: ignore[arg-type]
     if not calls(mask, aten.le.Tensor, aten.ge.Tensor):
         return False
     key, query = mask.args if calls(mask, aten.le.Tensor) else reversed(mask.args)
-    size = shape(mask)[-1]
-    return _is_index(key, -1, size) and _is_index(query, -2, size)
+    keys, queries = shape(mask)[-1], shape(mask)[-2]
+    return _is_index(key, -1, keys) and _is_index(query, -2, queries, position)
 
 
-def _is_index(node: object, dim: int, size: object) -> bool:
-    return _index_along(node) == dim and same(shape(node)[dim], size)
+def _as_large(inner: object, mask: fx.Node) -> bool:
+    """Whether the last two dimensions of ``inner`` are those of ``mask``: nothing is repeated along them."""
+    return is_tensor(inner) and all(map(same, shape(inner)[-2:], shape(mask)[-2:]))  # type: ignore[arg-type]
 
 
-def _index_along(node: object) -> int | None:
-    """The dimension, counted from the last (-1), along which the integers of ``node`` are their own index."""
+def query_positions(mask: fx.Node) -> fx.Node | None:
+    """The positions of the queries in a mask that may be ``slot <= position``, before they got other dimensions."""
+    while calls(mask, *_BROADCAST):
+        mask = mask.args[0]  # type: ignore[assignment]
+    if calls(mask, *_AND):
+        found = [query_positions(n) for n in mask.args if isinstance(n, fx.Node)]
+        return next((n for n in found if n is not None), None)
+    if not calls(mask, aten.le.Tensor, aten.ge.Tensor):
+        return None
+    node = mask.args[1 if calls(mask, aten.le.Tensor) else 0]
+    while calls(node, aten.unsqueeze.default, *_BROADCAST):
+        node = node.args[0]  # type: ignore[union-attr]
+    return node if isinstance(node, fx.Node) else None
+
+
+def _is_index(node: object, dim: int, size: object, base: fx.Node | None = None) -> bool:
+    return _index_along(node, base) == dim and same(shape(node)[dim], size)
+
+
+def _index_along(node: object, base: fx.Node | None = None) -> int | None:
+    """The dimension, counted from the last (-1), along which the integers of ``node`` are their own index.
+
+    With ``base``: [S], along which they are those of ``base``.
+    """
     if not isinstance(node, fx.Node) or not is_tensor(node) or value(node).dtype not in (torch.int64, torch.int32):
         return None
+    if base is not None and node is base:
+        return -1 if value(node).dim() == 1 else None
     if calls(node, aten.arange.default):
-        return -1 if len(node.args) == 1 else None
+        return -1 if base is None and len(node.args) == 1 else None
     if calls(node, aten.unsqueeze.default):
         inner, at = node.args
-        dim = _index_along(inner)
+        dim = _index_along(inner, base)
         rank = value(node).dim()
         # Behind the index dimension the new one moves it away from the end.
         return dim if dim is None or at % rank < rank + dim else dim - 1  # type: ignore[operator]
     if calls(node, *_BROADCAST):
-        dim = _index_along(node.args[0])
+        dim = _index_along(node.args[0], base)
         return dim if dim is not None and same(shape(node)[dim], shape(node.args[0])[dim]) else None
     if calls(node, aten.index.Tensor):  # of a range, the index itself
-        base, indices = node.args
-        if _index_along(base) != -1 or len(indices) != value(base).dim() or None in indices:  # type: ignore[arg-type, operator]
+        of, indices = node.args
+        if _index_along(of) != -1 or len(indices) != value(of).dim() or None in indices:  # type: ignore[arg-type, operator]
             return None
-        dim = _index_along(indices[-1])  # type: ignore[index]
+        dim = _index_along(indices[-1], base)  # type: ignore[index]
         return dim if dim is not None and same(shape(node)[dim], shape(indices[-1])[dim]) else None  # type: ignore[index]
     return None
 

@@ -8,7 +8,8 @@ Before -> after, for each layer of a decode graph with one token::
                                               _foreach_add_([length, ..., length of the last layer], 1)
 
 and ``mask = le(arange(L), p)`` becomes none where attention_int4 is the reader: it sees no slot behind its position
-anyway. An INT4 decode step is five kernels a layer; more of them for a counter or a mask (Inductor makes one for each
+anyway. So it does for attention_prefill, with any number of tokens, which on an empty cache then is as fast as without
+one. An INT4 decode step is five kernels a layer; more of them for a counter or a mask (Inductor makes one for each
 reader), between two that would otherwise overlap, cost what attention costs. Preconditions: nothing but the additions
 reads or writes the length after ``add_``, which then is as good at the end of the graph; ``arange(1)`` is zero; the
 counter behind the mask, which transformers takes from the first layer, is one that this graph advances like the
@@ -22,8 +23,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..caches import counter_of, writers
 from ..capture import same
 from . import Context
+from .causal_mask import only_causal, query_positions
 from .linears import is_op
 from .matching import insert_call
 
@@ -62,6 +65,13 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
         if isinstance(mask, fx.Node) and _counter(position) in counters and _only_causal(mask, counters):
             node.update_arg(15, None)
             ctx.fired(NAME, node, "the mask hides only what is behind the position")
+    for node in [n for n in gm.graph.nodes if is_op(n, "attention_prefill") and isinstance(n.args[12], fx.Node)]:
+        position, mask = node.args[11:13]
+        behind = query_positions(mask)
+        if behind is None or not _advance_alike(ctx, behind, position, node, order) or not only_causal(mask, behind):
+            continue
+        node.update_arg(12, None)
+        ctx.fired(NAME, node, "the mask hides only what is behind the position")
     end = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
     for amount, writes in steps.items():
         if len(writes) > 1:
@@ -96,6 +106,19 @@ def _is_position(node: fx.Node, length: fx.Node) -> bool:
 def _counter(position: fx.Node) -> Any:
     """The counter that a position of :func:`run` is a view of, or none."""
     return position.args[0] if position.target is aten.view.default and position.args[1] == [1] else None
+
+
+def _advance_alike(ctx: Context, a: fx.Node, b: fx.Node, reader: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Whether two positions start from counters that this graph advances by the same number of tokens, once."""
+    steps = []
+    for position in (a, b):
+        counter = counter_of(ctx, position, reader, order)
+        writes = [] if counter is None else writers(counter)
+        if len(writes) != 1 or writes[0].target is not aten.add_.Tensor or writes[0].kwargs:
+            return False
+        steps.append(writes[0].args[1])
+    values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in steps]
+    return same(*values) and same(*(n.meta["val"].shape[0] for n in (a, b)))
 
 
 def _inside(node: Any) -> Any:
