@@ -420,9 +420,9 @@ def _counted(method: Callable[..., None]) -> Callable[..., None]:
         if method.__name__ == "reset":
             left: int | None = 0
         elif method.__name__ == "crop":
-            left = LENGTHS.known(counter, captured)
-            if left is not None:
-                left -= abs(args[0] if args else kwargs["tokens_to_remove"])
+            left = None if captured else LENGTHS.known(counter)
+            if left is not None:  # assisted decoding may give a tensor
+                left -= abs(int(args[0] if args else kwargs["tokens_to_remove"]))
         else:
             left = _on_host(counter)
         method(self, *args, **kwargs)

@@ -33,6 +33,7 @@ CODES: dict[str, str] = {
     "FU-HDM-001": "the head dimension cannot be rotated or packed (it is odd, or has no power-of-two divisor)",
     "FU-CLN-001": "the call would write past the end of the key/value cache",
     "FU-CMM-001": "the key/value cache has another batch size, shape, dtype or device than the call",
+    "FU-CAP-001": "a CUDA graph of this call would need something that is known on the device alone",
     "FU-FMT-001": "a packed tensor does not have the layout that its format prescribes",
     "FU-LOW-001": "no lowering accepts an operator on this device, or the requested one does not",
     "FU-WCH-001": "weights changed after they were packed into something that still holds the old ones",
@@ -152,6 +153,13 @@ class CacheMismatchError(FuError, ValueError):
 
     code = "FU-CMM-001"
     advice = "Make the cache for this model, batch size and device, or pass none and let generate() make it."
+
+
+class CaptureError(FuError, RuntimeError):
+    """The call cannot be captured in a CUDA graph. Also a ``RuntimeError``, as what PyTorch raises in a capture."""
+
+    code = "FU-CAP-001"
+    advice = "Call cache.reset() inside torch.cuda.graph, before the model, or capture decode steps alone."
 
 
 class FormatError(FuError, ValueError):

@@ -337,7 +337,7 @@ class Int4Layer(StaticLayer):
         Raises:
             CacheLengthError: there are fewer tokens than that.
         """
-        length = self._length()
+        length, tokens_to_remove = self._length(), int(tokens_to_remove)  # assisted decoding may give a tensor
         left = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
         if left < 0:
             raise CacheLengthError(

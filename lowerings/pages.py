@@ -26,7 +26,7 @@ from fu_compile.lowerings.dense import version_of
 from torch import Tensor
 
 from fu_compile import formats
-from fu_compile.errors import CacheMismatchError
+from fu_compile.errors import CaptureError
 
 PAGE = formats.PAGE
 _ATTRIBUTE = "_fu_decoded"
@@ -84,7 +84,7 @@ def first_position(position: Tensor) -> int:
     """position[0]: [S] int64, from the host where it knows it, else read back.
 
     Raises:
-        CacheMismatchError: it would have to be read during the capture of a CUDA graph.
+        CaptureError: it would have to be read during the capture of a CUDA graph.
     """
     call = _call.get()
     inside = capturing(position)
@@ -92,11 +92,9 @@ def first_position(position: Tensor) -> int:
     if call.first is not None and (call.captured or not inside):
         return call.first
     if inside:
-        raise CacheMismatchError(
+        raise CaptureError(
             "how many tokens the cache holds is known on the device alone, and reading it cannot be captured",
             where="torch.cuda.graph",
-            advice="Call cache.reset() first, inside torch.cuda.graph or right before it: a prefill is captured for the"
-            " position that the cache is known to have.",
         )
     return int(position[0])
 

@@ -84,7 +84,7 @@ def span(position: Tensor, keys: Tensor, store: Store) -> tuple[int, int]:
     """First position of the call and tokens in the cache after it.
 
     Raises:
-        CacheLengthError: more tokens than fit. CacheMismatchError: see ``pages.first_position``.
+        CacheLengthError: more tokens than fit. CaptureError: see ``pages.first_position``.
     """
     first = first_position(position)
     live = first + position.shape[0]

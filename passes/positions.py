@@ -68,7 +68,9 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
     for node in [n for n in gm.graph.nodes if is_op(n, "attention_prefill") and isinstance(n.args[12], fx.Node)]:
         position, mask = node.args[11:13]
         behind = query_positions(mask)
-        if behind is None or not _advance_alike(ctx, behind, position, node, order) or not only_causal(mask, behind):
+        if behind is None or not only_causal(mask, behind):
+            continue
+        if not (_at_start(node, behind) or _advance_alike(ctx, behind, position, node, order)):
             continue
         node.update_arg(12, None)
         ctx.fired(NAME, node, "the mask hides only what is behind the position")
@@ -106,6 +108,11 @@ def _is_position(node: fx.Node, length: fx.Node) -> bool:
 def _counter(position: fx.Node) -> Any:
     """The counter that a position of :func:`run` is a view of, or none."""
     return position.args[0] if position.target is aten.view.default and position.args[1] == [1] else None
+
+
+def _at_start(node: fx.Node, position: fx.Node) -> bool:
+    """Whether the positions are ``arange(S)``, in a cache that this graph makes: it is empty."""
+    return node.args[3].op != "placeholder" and position.target is aten.arange.default and len(position.args) == 1
 
 
 def _advance_alike(ctx: Context, a: fx.Node, b: fx.Node, reader: fx.Node, order: dict[fx.Node, int]) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fu_compile.lowerings import TABLE, cublas_prefill, reference_attention, reference_linear, rms_norm_sm90
+from fu_compile.lowerings import TABLE, cublas_prefill, pages, reference_attention, reference_linear, rms_norm_sm90
 from fu_compile.lowerings.dense import dense_bytes
 
 from fu_compile import formats, jit
@@ -74,6 +74,28 @@ def test_fresh_attention(heads, tokens):
     assert y.shape == want.shape
     # softmax weights in bfloat16 and one rounding of the output
     assert float((y.float() - want.float()).norm() / want.float().norm()) < 4e-3
+
+
+def test_an_empty_cache_is_the_call_alone(monkeypatch):
+    """Told where it stands it reads nothing, decodes nothing and takes the causal path: the bits of a fresh call."""
+    q, k, v = (torch.randn(2, h, 70, 32).bfloat16() for h in (8, 2, 2))
+    keys, values = (torch.randn(2, 2, 200, 32).bfloat16() for _ in range(2))
+    store, tables = formats.kv_store(2, 2, 200, 32), formats.kv_tables(2, 32)
+    nowhere = torch.empty(70, dtype=torch.int64, device="meta")  # reading it raises
+    calls, real = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args, **how):
+        calls.append((how.get("is_causal", False), how.get("attn_mask") is not None))
+        return real(*args, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(cublas_prefill, "seen", None)
+    with pages.calling(0):
+        y = cublas_prefill.attention_prefill(q, k, v, keys, values, *store, *tables, nowhere, None, 0.2, False)
+    assert calls == [(True, False)]
+    assert torch.equal(y, cublas_prefill.attention_prefill(q, k, v, *(None,) * 9, None, 0.2, True))
+    with pytest.raises(RuntimeError, match="meta"):
+        cublas_prefill.attention_prefill(q, k, v, keys, values, *store, *tables, nowhere, None, 0.2, False)
 
 
 @pytest.mark.parametrize("kv_format", formats.KV_FORMATS)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fu_compile.passes.causal_mask import only_causal, query_positions
+from fu_compile.passes.matching import insert_call
 from models import cache_kwarg, config, model, static_cache
+from test_int4_cache_pass import Int4Layer
+from test_rewrites import Layer
 
 import fu_compile
 from fu_compile import backend, ops, passes
+from fu_compile.caches import starts_at_counter
 
 aten = torch.ops.aten
 
@@ -78,6 +83,121 @@ def test_padding_stays(monkeypatch):
     without = tuple(p for p in passes.REWRITE if p != "positions")
     for a, b in zip(got, run(monkeypatch, 2, without, mask)[0], strict=True):
         assert torch.equal(a, b)
+
+
+# ---- prefill -------------------------------------------------------------------------------------------------------
+
+BEFORE = passes.REWRITE[: passes.REWRITE.index("positions")]
+KINDS = {"static": Layer, "int4": Int4Layer}
+
+
+def prefill(kind, **how):
+    """A prefill over a cache, as it is before the pass: (layer, attention, its position, its mask)."""
+    layer = KINDS[kind]("prefill", **how).run(*BEFORE)
+    attention = layer.only("attention_prefill")
+    return layer, attention, *attention.args[11:13]
+
+
+def counted(layer):
+    """Whether the positions of a graph are those that its counter gives."""
+    (counter,) = [i.index for i in layer.ctx.inputs if i.path.endswith("cumulative_length")]
+    return starts_at_counter(layer.ctx, layer.gm, backend._POSITIONS, {counter})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "granite"])
+def test_a_prefill_needs_no_mask(kind, family):
+    layer, attention, position, mask = prefill(kind, family=family)
+    assert mask is not None
+    assert only_causal(mask, query_positions(mask))
+    assert not only_causal(mask)  # over a cache it is not the mask of the call alone
+    assert not only_causal(mask, position)  # of the same value, but another node: that is asked of the counters
+    layer.run("positions")
+    assert attention.args[12] is None
+    assert counted(layer)
+
+
+def test_a_cache_that_the_graph_makes_needs_no_mask():
+    """transformers 5.17 masks the call's own tokens there over all slots, 5.24 leaves the mask out."""
+    layer = Layer("prefill", fresh=True).run(*BEFORE)
+    attention = layer.only("attention_prefill")
+    layer.run("positions")
+    assert attention.args[12] is None
+    assert attention.args[3].target is aten.zeros.default
+
+
+def test_sizes_that_are_symbols_need_no_mask():
+    layer, attention, _, mask = prefill("int4", dynamic=True)
+    assert mask is not None
+    layer.run("positions")
+    assert attention.args[12] is None
+    assert counted(layer)
+
+
+def spoil(layer, how, mask):
+    """Changes one node of ``slot <= arange(S) + counter``."""
+    gm = layer.gm
+    slots, queries = mask.args
+    position = query_positions(mask)
+    if how == "below":
+        return insert_call(gm, mask, aten.lt.Tensor, (slots, queries), like=mask)
+    if how == "turned":
+        return insert_call(gm, mask, aten.ge.Tensor, (slots, queries), like=mask)
+    if how == "both":
+        other = insert_call(gm, mask, aten.ge.Scalar, (slots, 1), like=mask)
+        return insert_call(gm, layer.only("attention_prefill"), aten.__and__.Tensor, (mask, other), like=mask)
+    if how == "slots":
+        moved = insert_call(gm, mask, aten.add.Tensor, (slots, 1), like=slots)
+        mask.update_arg(0, moved)
+    elif how == "positions":
+        moved = insert_call(gm, position, aten.add.Tensor, (position.args[1], 1), like=position.args[1])
+        position.update_arg(1, moved)
+    elif how == "scaled":
+        position.kwargs = {"alpha": 2}
+    elif how == "advanced":
+        (write,) = [n for n in gm.graph.nodes if n.target is aten.add_.Tensor]
+        position.prepend(write)
+    elif how == "twice":
+        (write,) = [n for n in gm.graph.nodes if n.target is aten.add_.Tensor]
+        with gm.graph.inserting_after(write):
+            gm.graph.call_function(aten.add_.Tensor, write.args)
+    return mask
+
+
+@pytest.mark.parametrize("how", ["below", "turned", "both", "slots", "positions", "scaled", "advanced", "twice"])
+def test_any_other_mask_stays(how):
+    layer, attention, _, mask = prefill("static")
+    attention.update_arg(12, spoil(layer, how, mask))
+    layer.run("positions")
+    assert attention.args[12] is not None
+
+
+@pytest.mark.parametrize("how", ["behind", "scaled", "advanced", "foreign"])
+def test_other_positions_are_not_the_counters(how):
+    layer, _, position, _ = prefill("static")
+    assert counted(layer)
+    if how == "behind":
+        moved = insert_call(layer.gm, position, aten.add.Tensor, (position.args[1], 1), like=position.args[1])
+        position.update_arg(1, moved)
+    elif how == "scaled":
+        position.kwargs = {"alpha": 2}
+    elif how == "advanced":
+        (write,) = [n for n in layer.gm.graph.nodes if n.target is aten.add_.Tensor]
+        position.prepend(write)
+    else:
+        assert not starts_at_counter(layer.ctx, layer.gm, backend._POSITIONS, set())
+        return
+    assert not counted(layer)
+
+
+def test_a_view_of_the_counter_is_read_when_it_is_used():
+    """The decode graph: the counters advance behind the last attention, not before."""
+    layer = Layer("decode").run()
+    assert counted(layer)
+    (write,) = [n for n in layer.gm.graph.nodes if n.target is aten.add_.Tensor]
+    attention = layer.only("attention_int4")
+    attention.args[14].append(write)  # behind the view, before who reads it
+    assert not counted(layer)
 
 
 @pytest.fixture(autouse=True)
