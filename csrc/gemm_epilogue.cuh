@@ -10,18 +10,20 @@
 namespace epilogue {
 constexpr bool HALF = FU_HALF;  // 16-bit values are float16 instead of bfloat16
 
-// x / (1 + e^-x); e^-x may overflow to infinity, the product is then -0.
-DEVICE float silu(float x) { return x * rcp_approx(1.0f + ex2_approx(-1.44269504f * x)); }
-
 struct Pair {
     float x, y;
 };
 // The factors first: they are the same for both rows of a lane unless rows have factors of their own.
 DEVICE Pair scaled(float x, float y, float row, Pair channel) { return {x * (row * channel.x), y * (row * channel.y)}; }
+DEVICE Pair times(Pair v, float f) { return {v.x * f, v.y * f}; }
 DEVICE Pair with_bias(Pair v, u32 bias) { return {v.x + to_f32<HALF>(u16(bias)), v.y + to_f32<HALF>(u16(bias >> 16))}; }
+// silu(x) = x / (1 + e^-x) = -ln 2 z / (1 + 2^z) with z = GATE x; the factor UP = -ln 2 is the other operand's. 2^z may
+// overflow to infinity, the product is then -0.
+constexpr float GATE = -1.44269504f, UP = -0.693147181f;
+DEVICE float silu(float z) { return z * rcp_approx(1.0f + ex2_approx(z)); }
 DEVICE Pair swiglu(Pair gate, Pair up) { return {silu(gate.x) * up.x, silu(gate.y) * up.y}; }
-DEVICE Pair with_residual(Pair v, u32 added, float scale) {
-    return {to_f32<HALF>(u16(added)) + scale * v.x, to_f32<HALF>(u16(added >> 16)) + scale * v.y};
+DEVICE Pair with_residual(Pair v, u32 added) {
+    return {to_f32<HALF>(u16(added)) + v.x, to_f32<HALF>(u16(added >> 16)) + v.y};
 }
 DEVICE float squares(u32 rounded, float sum) {
     const float x = to_f32<HALF>(u16(rounded)), y = to_f32<HALF>(u16(rounded >> 16));
@@ -30,7 +32,9 @@ DEVICE float squares(u32 rounded, float sum) {
 }  // namespace epilogue
 
 // Of one consumer warpgroup: BLOCKS x 64 rows and the columns of a tile. Its staging tile is a row of boxes for each
-// block, 64 rows x BOX bytes in the swizzle of that width.
+// block, 64 rows x BOX bytes in the swizzle of that width. Beside it lie the tile's factors: for each row of W,
+// float32, activation scale x channel scale x what else every value of the column is multiplied by. Another warp puts
+// them there while the tile is multiplied: loads from L2 would be waited for with idle tensor cores.
 template <int BLOCKS>
 struct Epilogue {
     static constexpr bool ROW = FU_ROW, SCALES = FU_TYPE == E4M3, BIAS = FU_BIAS, SWIGLU = FU_SWIGLU;
@@ -49,12 +53,12 @@ struct Epilogue {
     static constexpr int BYTES = BLOCKS * 64 * ROW_BYTES;
     static constexpr bool FULL = BLOCKS * FU_TILE_N > 256;  // no registers for operands that are loaded ahead
 
-    float step;            // scale of the e4m3 input
-    const float* channel;  // [N], scales of the e4m3 weight
-    const float* rstd;     // [m]
-    const u16* bias;       // [N]
-    float* partial;        // [m, TILES], sums of squares of the output row over a tile's columns
-    float scale;           // residual + scale * y
+    static constexpr int FACTORS = SCALES ? FU_TILE_N * 4 : 0;  // bytes
+
+    const float* rstd;  // [m]
+    const u16* bias;    // [N]
+    float* partial;     // [m, TILES], sums of squares of the output row over a tile's columns
+    float scale;        // residual + scale * y
     int m;
     float inverse = 1.0f;  // OUT8: 1 / scale of the output
     float amax = 0.0f;
@@ -73,57 +77,90 @@ struct Epilogue {
         constexpr int IN_BOX = BOX / 16;
         return (chunk / IN_BOX) * 64 * BOX + row * BOX + (((chunk % IN_BOX) ^ ((row * BOX / 128) & (IN_BOX - 1))) << 4);
     }
-    // `inside`: the column exists. Not a clamped address: that would cost two registers a column.
-    DEVICE epilogue::Pair channels(int column, bool inside) const {
-        u64 v = 0;
-        if (inside) v = FULL ? ld_global_nc_v2_here(channel + column) : ld_global_nc_v2(channel + column);
-        return {__uint_as_float(u32(v)), __uint_as_float(u32(v >> 32))};
+    // Multiplies gate (or all), up: at once with the other factors, or behind the bias.
+    static DEVICE float gate_factor(float scale) { return SWIGLU ? epilogue::GATE : RESIDUAL ? scale : 1.0f; }
+    static constexpr float UP_FACTOR = epilogue::UP;
+    static constexpr int UP_AT = FU_TILE_N / 16;  // of 8 columns of a tile, where up begins
+
+    // By one warp, into `to`: of 16 columns, columns 2t, 2t + 1, 2t + 8, 2t + 9 lie beside each other (t = 0 .. 3).
+    static DEVICE void write_factors(u32 to, int tile, const float* channel, float step, float scale, int lane) {
+#pragma unroll 1
+        for (int i = 2 * lane; i < FU_TILE_N; i += 64) {
+            const bool up = SWIGLU && i >= WIDTH;
+            const int column = tile * WIDTH + i - (up ? WIDTH : 0);
+            const float factor = BIAS ? step : step * (up ? UP_FACTOR : gate_factor(scale));
+            u64 v = 0;
+            if (column < COLUMNS) v = ld_global_nc_v2(channel + (up ? FU_N / 2 : 0) + column);
+            st_shared_f2(to + i / 16 * 64 + i / 2 % 4 * 16 + i / 8 % 2 * 8,
+                         {__uint_as_float(u32(v)) * factor, __uint_as_float(u32(v >> 32)) * factor});
+        }
     }
+    // `inside`: the column exists. Not a clamped address: that would cost two registers a column.
     DEVICE u32 biases(int column, bool inside) const {
         if (!inside) return 0;
         return FULL ? ld_global_nc_u32_here(bias + column) : ld_global_nc_u32(bias + column);
     }
 
-    // Columns 8j + 2t, + 1 of the output, both rows of the lane.
-    DEVICE void columns(const float (&v)[FU_TILE_N / 2], int j, int column, float r0, float r1, epilogue::Pair& top,
-                        epilogue::Pair& bottom) const {
-        const bool inside = !RAGGED || column < COLUMNS;
-        epilogue::Pair c = {1.0f, 1.0f};
-        if constexpr (SCALES) c = channels(column, inside);
+    // Of columns 8j + 2t, + 1 and 8j + 8 + 2t, + 1 of the tile: `factors` of this lane, even j.
+    struct Factors {
+        f32x4 gate = {1.0f, 1.0f, 1.0f, 1.0f}, up = {1.0f, 1.0f, 1.0f, 1.0f};
+        DEVICE Factors(u32 factors, int j) {
+            if constexpr (SCALES) gate = ld_shared_f4(factors + j * 32);
+            if constexpr (SCALES && SWIGLU) up = ld_shared_f4(factors + (j + UP_AT) * 32);
+        }
+    };
+    // Accumulators, both rows of the lane, columns 8j + 2t, + 1 of the tile -> times all factors, with the bias of
+    // W's row `row`. `behind`: what gate_factor or UP_FACTOR says. `inside`: the column exists.
+    DEVICE void product(const float (&v)[FU_TILE_N / 2], int j, int row, bool inside, float r0, float r1,
+                        epilogue::Pair c, float behind, epilogue::Pair& top, epilogue::Pair& bottom) const {
+        if constexpr (!SCALES && !BIAS) r0 *= behind, r1 *= behind;
         top = epilogue::scaled(v[4 * j], v[4 * j + 1], r0, c);
         bottom = epilogue::scaled(v[4 * j + 2], v[4 * j + 3], r1, c);
         if constexpr (BIAS) {
-            const u32 b = biases(column, inside);
-            top = epilogue::with_bias(top, b), bottom = epilogue::with_bias(bottom, b);
+            const u32 b = biases(row, inside);
+            top = epilogue::times(epilogue::with_bias(top, b), behind);
+            bottom = epilogue::times(epilogue::with_bias(bottom, b), behind);
         }
+    }
+    // The same of the output.
+    DEVICE void columns(const float (&v)[FU_TILE_N / 2], int j, int column, float r0, float r1, epilogue::Pair gate,
+                        epilogue::Pair up, epilogue::Pair& top, epilogue::Pair& bottom) const {
+        const bool inside = !RAGGED || column < COLUMNS;
+        product(v, j, column, inside, r0, r1, gate, gate_factor(scale), top, bottom);
         if constexpr (SWIGLU) {
-            constexpr int UP = FU_TILE_N / 4;
-            if constexpr (SCALES) c = channels(FU_N / 2 + column, inside);
-            epilogue::Pair u0 = epilogue::scaled(v[UP + 4 * j], v[UP + 4 * j + 1], r0, c);
-            epilogue::Pair u1 = epilogue::scaled(v[UP + 4 * j + 2], v[UP + 4 * j + 3], r1, c);
-            if constexpr (BIAS) {
-                const u32 b = biases(FU_N / 2 + column, inside);
-                u0 = epilogue::with_bias(u0, b), u1 = epilogue::with_bias(u1, b);
-            }
+            epilogue::Pair u0, u1;
+            product(v, j + UP_AT, column + FU_N / 2, inside, r0, r1, up, UP_FACTOR, u0, u1);
             top = epilogue::swiglu(top, u0), bottom = epilogue::swiglu(bottom, u1);
         }
     }
 
-    DEVICE void finish(u32 staging, int block, int row, int tile, int warp, int lane, const float (&v)[FU_TILE_N / 2]) {
+    DEVICE void finish(u32 staging, u32 factors, int block, int row, int tile, int warp, int lane,
+                       const float (&v)[FU_TILE_N / 2]) {
         const int g = lane >> 2, t = lane & 3, top_row = row + warp * 16 + g;
-        float r0 = step, r1 = step;
+        float r0 = 1.0f, r1 = 1.0f;
         if constexpr (ROW) {
-            r0 *= ld_global_cg_f32(rstd + min(top_row, m - 1));
-            r1 *= ld_global_cg_f32(rstd + min(top_row + 8, m - 1));
+            r0 = ld_global_cg_f32(rstd + min(top_row, m - 1));
+            r1 = ld_global_cg_f32(rstd + min(top_row + 8, m - 1));
         }
+        factors += 16 * t;
         const u32 base = staging + block * 64 * ROW_BYTES;
         const int first = tile * WIDTH + 2 * t;
+        const auto staged = [&](int j) { return base + place(warp * 16 + (lane & 15), j + (lane >> 4)); };
         float sum0 = 0.0f, sum1 = 0.0f;
+        // What the next columns need is loaded while those before them are finished.
+        Factors ahead(factors, 0);
+        u32 next[4];  // of the residual
+        if constexpr (RESIDUAL) ldmatrix_x4(staged(0), next[0], next[1], next[2], next[3]);
 #pragma unroll
         for (int j = 0; j < WIDTH / 8; j += 2) {
+            const u32 added[4] = {next[0], next[1], next[2], next[3]};
+            if constexpr (RESIDUAL)
+                if (j + 2 < WIDTH / 8) ldmatrix_x4(staged(j + 2), next[0], next[1], next[2], next[3]);
+            const Factors f = ahead;
+            if (j + 2 < WIDTH / 8) ahead = Factors(factors, j + 2);
             epilogue::Pair p[4];  // rows top, bottom of columns 8j, the same of 8j + 8
-            columns(v, j, first + 8 * j, r0, r1, p[0], p[1]);
-            columns(v, j + 1, first + 8 * j + 8, r0, r1, p[2], p[3]);
+            columns(v, j, first + 8 * j, r0, r1, {f.gate.x, f.gate.y}, {f.up.x, f.up.y}, p[0], p[1]);
+            columns(v, j + 1, first + 8 * j + 8, r0, r1, {f.gate.z, f.gate.w}, {f.up.z, f.up.w}, p[2], p[3]);
             if constexpr (OUT8) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -139,17 +176,14 @@ struct Epilogue {
                     st_shared_u16(base + place(local, j / 2) + 8 * (i >> 1) + 2 * t, q);
                 }
             } else {
-                const u32 at = base + place(warp * 16 + (lane & 15), j + (lane >> 4));
                 if constexpr (RESIDUAL) {
-                    u32 added[4];
-                    ldmatrix_x4(at, added[0], added[1], added[2], added[3]);
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) p[i] = epilogue::with_residual(p[i], added[i], scale);
+                    for (int i = 0; i < 4; ++i) p[i] = epilogue::with_residual(p[i], added[i]);
                 }
                 u32 rounded[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) rounded[i] = from_f32x2<epilogue::HALF>(p[i].x, p[i].y);
-                stmatrix_x4(at, rounded[0], rounded[1], rounded[2], rounded[3]);
+                stmatrix_x4(staged(j), rounded[0], rounded[1], rounded[2], rounded[3]);
                 if constexpr (SQUARES) {
                     if (!RAGGED || first + 8 * j < COLUMNS) {
                         sum0 = epilogue::squares(rounded[0], sum0), sum1 = epilogue::squares(rounded[1], sum1);

@@ -86,6 +86,8 @@ DEVICE u64 ld_global_nc_v2_here(const void* p) {
 DEVICE void st_global_v2(void* p, u32 x, u32 y) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x), "r"(y) : "memory");
 }
+// Computed where this stands: the compiler would move what leads to it to its first use.
+DEVICE void computed_here(int& v) { asm volatile("" : "+r"(v)); }
 DEVICE float rcp_approx(float x) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));

@@ -5,11 +5,11 @@
 //     Y [M, COLUMNS]                            <--TMA--  staging tile  <--stmatrix--  epilogue
 //
 // 132 persistent blocks of three warpgroups. The first one loads: warp 0 fills the ring, warps 1 and 2 empty the
-// staging tile of consumer 0 and 1 and fetch the residual of its next tile into it. The other two multiply; together on
-// one tile, TILE_M / 2 rows each, or (PINGPONG) each on a tile of its own, so that one's epilogue runs under the
-// other's main loop. With CLUSTER == 2 two blocks whose tiles lie below each other load half of their common W tile
-// each and multicast it: from L2 come 128 (TILE_M + TILE_N / 2) bytes a step. Tiles go down GROUP rows before they go
-// right, so that X of a group and the current W stay in L2.
+// staging tile of consumer 0 and 1, fetch the residual of its next tile into it, and write that tile's factors. The
+// other two multiply; together on one tile, TILE_M / 2 rows each, or (PINGPONG) each on a tile of its own, so that
+// one's epilogue runs under the other's main loop. With CLUSTER == 2 two blocks whose tiles lie below each other load
+// half of their common W tile each and multicast it: from L2 come 128 (TILE_M + TILE_N / 2) bytes a step. Tiles go down
+// GROUP rows before they go right, so that X of a group and the current W stay in L2.
 //
 // SWIGLU: the left half of a tile's columns are gate rows of W, the right half their up rows; both come to lie in one
 // thread. Any M; W's rows and Y's columns outside are zeros on the way in and dropped on the way out.
@@ -29,10 +29,17 @@ constexpr int STEPS = (K + DEPTH - 1) / DEPTH;
 constexpr int A_BYTES = TILE_M * 128, B_BYTES = TILE_N * 128, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int B_PARTS = SWIGLU || CLUSTER == 2 ? 2 : 1;  // copies that bring one W tile
 using Out = Epilogue<BLOCKS>;
-constexpr int STAGING = STAGES * STAGE_BYTES, BARRIERS = STAGING + CONSUMERS * Out::BYTES;
+constexpr int STAGING = STAGES * STAGE_BYTES, FACTORS = STAGING + CONSUMERS * Out::BYTES;
+constexpr int BARRIERS = FACTORS + CONSUMERS * Out::FACTORS;
 constexpr int DECISION = BARRIERS + 8 * (2 * STAGES + 2 * CONSUMERS), TOTAL = DECISION + 8;
 static_assert(TOTAL == FU_SMEM && TOTAL <= 232448, "shared memory as the lowering computes it");
 static_assert(BLOCKS * TILE_N <= 384, "accumulators of a thread");
+
+// Boxes of a staging tile go, and those of the next residual come, one after the other over three fifths of the next
+// tile's multiplications (TILE_M TILE_N / 32 clocks a step): all at once, and from all multiprocessors, they are in the
+// way of what feeds the tensor cores. In turns they are hidden anyway.
+constexpr int PAUSE =
+    PINGPONG ? 0 : STEPS * (TILE_M * TILE_N / 32) * 3 / 5 / (BLOCKS * Out::BOXES * (RESIDUAL ? 2 : 1));
 
 constexpr int TURN = 1;  // named barriers TURN, TURN + 1: consumer 0, 1 may multiply
 
@@ -95,8 +102,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
     Schedule schedule(m);
 #if FU_OUT8
-    const Fp8Decision decided = fp8_decide(act, out_step, ring + DECISION, scaling, again);
-    if (!decided.run) schedule.count = 0;
+    if (!fp8_decide(act, out_step, ring + DECISION, scaling, again).run) schedule.count = 0;
 #endif
     const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     if (group == 0) {
@@ -122,29 +128,39 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     }
                 }
             }
-        } else if ((warp == 1 || warp == 2) && lane == 0) {
-            const int c = warp - 1;
-            const u32 from = ring + STAGING + c * Out::BYTES;
+        } else if (warp == 1 || warp == 2) {
+            const int c = warp - 1, from = first + (PINGPONG ? c * stride : 0), by = stride * (PINGPONG ? 2 : 1);
+            const u32 tiles = ring + STAGING + c * Out::BYTES;
+            float input = 1.0f;
+            if constexpr (TYPE == E4M3) input = ld_global_cg_f32(step);
             u32 phase = 0;
-            for (int t = first + (PINGPONG ? c * stride : 0); t < schedule.count; t += stride * (PINGPONG ? 2 : 1)) {
+            for (int t = from; t < schedule.count; t += by, phase ^= 1) {
                 const Tile tile = schedule.at(t, rank);
                 const int row = tile.row + (PINGPONG ? 0 : c * BLOCKS * 64), column = tile.column * Out::WIDTH;
-                if constexpr (RESIDUAL) {
-                    mbarrier_arrive_expect_tx(ready + 8 * c, Out::BYTES);
-                    Out::each_box(from, row, column, [&](u32 box, int r, int col) {
-                        cp_async_bulk_tensor_load(box, &added, col, r, ready + 8 * c);
+                if constexpr (TYPE == E4M3)
+                    Out::write_factors(ring + FACTORS + c * Out::FACTORS, tile.column, channel, input, scale, lane);
+                __syncwarp();
+                if (lane == 0) {
+                    if constexpr (RESIDUAL) {
+                        mbarrier_arrive_expect_tx(ready + 8 * c, Out::BYTES);
+                        Out::each_box(tiles, row, column, [&](u32 box, int r, int col) {
+                            cp_async_bulk_tensor_load(box, &added, col, r, ready + 8 * c);
+                            if (PAUSE > 0 && t != from) wait_clocks(PAUSE);
+                        });
+                    } else {
+                        mbarrier_arrive(ready + 8 * c);
+                    }
+                    mbarrier_wait_parity(staged + 8 * c, phase);
+                    Out::each_box(tiles, row, column, [&](u32 box, int r, int col) {
+                        cp_async_bulk_tensor_store(&y, col, r, box);
+                        if (PAUSE > 0 && t + by < schedule.count) wait_clocks(PAUSE);
                     });
-                } else {
-                    mbarrier_arrive(ready + 8 * c);
+                    cp_async_bulk_commit_group();
+                    cp_async_bulk_wait_group_read();
                 }
-                mbarrier_wait_parity(staged + 8 * c, phase);
-                phase ^= 1;
-                Out::each_box(from, row, column,
-                              [&](u32 box, int r, int col) { cp_async_bulk_tensor_store(&y, col, r, box); });
-                cp_async_bulk_commit_group();
-                cp_async_bulk_wait_group_read();
+                __syncwarp();
             }
-            cp_async_bulk_wait_group();
+            if (lane == 0) cp_async_bulk_wait_group();
         }
     } else {
         setmaxnreg_inc<PINGPONG ? 240 : 232>();
@@ -152,11 +168,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         const u32 release = CLUSTER == 1 ? empty : mapa(empty, lane % CLUSTER);
         const u64 da = wgmma_descriptor(ring + (PINGPONG ? 0 : c * BLOCKS * 64 * 128));
         const u64 db = wgmma_descriptor(ring + A_BYTES);
-        float input = 1.0f;
-        if constexpr (TYPE == E4M3) input = ld_global_cg_f32(step);
-        Out out{input, channel, rstd, bias, squares, scale, m};
+        Out out{rstd, bias, squares, scale, m};
 #if FU_OUT8
-        out.inverse = 1.0f / decided.scale;
+        out.inverse = 1.0f / ld_shared_f2(ring + DECISION).x;
 #endif
         const auto free_slot = [&](int slot) {
             if constexpr (CLUSTER == 1) {
@@ -174,6 +188,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             }
         }
         for (int t = first + (PINGPONG ? c * stride : 0); t < schedule.count; t += stride * (PINGPONG ? 2 : 1)) {
+            Tile tile = schedule.at(t, rank);
+            // Two divisions: not behind the multiplications, unless the other consumer multiplies then.
+            if constexpr (!PINGPONG) computed_here(tile.row), computed_here(tile.column);
             float sums[BLOCKS][TILE_N / 2];
             // In turns, also because the parity of a barrier tells only two rounds of the ring apart.
             if constexpr (PINGPONG) bar_sync<256>(TURN + c);
@@ -221,14 +238,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 wgmma_wait_group<0>();
                 free_slot(before);
             }
-            const Tile tile = schedule.at(t, rank);
             mbarrier_wait_parity(ready + 8 * c, phase);
             phase ^= 1;
-            const u32 to = ring + STAGING + c * Out::BYTES;
+            const u32 to = ring + STAGING + c * Out::BYTES, factors = ring + FACTORS + c * Out::FACTORS;
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block)
-                out.finish(to, block, tile.row + (PINGPONG ? 0 : c * BLOCKS * 64) + block * 64, tile.column, warp, lane,
-                           sums[block]);
+                out.finish(to, factors, block, tile.row + (PINGPONG ? 0 : c * BLOCKS * 64) + block * 64, tile.column,
+                           warp, lane, sums[block]);
             fence_proxy_async();
             mbarrier_arrive(staged + 8 * c);
             if (PINGPONG) at.skip(STEPS);

@@ -48,12 +48,22 @@ class Config(NamedTuple):
     """blocks that share a weight tile: 1 or 2"""
     pingpong: bool
     """each consumer has a tile of its own"""
-    group: int = 8
-    """tiles (of clusters) that lie below each other before the raster goes right"""
+    group: int = 0
+    """tiles (of clusters) that lie below each other before the raster goes right; 0: what X_BYTES says"""
     stages: int = 0
     """of the ring; 0: as many as fit"""
     promote: bool = False
     """e4m3: accumulators are added up in float32 every 128 of K"""
+
+
+X_BYTES = 16 << 20
+"""Of X in a group of tiles: so much stays in L2 beside what streams through it."""
+
+
+def group(c: Config, k: int, dtype: torch.dtype) -> int:
+    """Of the raster: what was asked for, or a power of two from 4 to 16 whose rows of X are at most X_BYTES."""
+    tiles = X_BYTES // (k * dtype.itemsize * c.tile_m * c.cluster)
+    return c.group or min(16, max(4, 1 << max(0, tiles.bit_length() - 1)))
 
 
 def staging(c: Config, swiglu: bool, out8: bool) -> int:
@@ -63,14 +73,16 @@ def staging(c: Config, swiglu: bool, out8: bool) -> int:
 
 
 def stages(c: Config, swiglu: bool, out8: bool) -> int:
-    """Of the ring: what was asked for, or as many as shared memory holds."""
-    return c.stages or min(8, (SMEM_MAX - staging(c, swiglu, out8) - 256) // (128 * (c.tile_m + c.tile_n)))
+    """Of the ring: what was asked for, or as many as shared memory holds beside the output tiles and their factors."""
+    rest = SMEM_MAX - staging(c, swiglu, out8) - 8 * c.tile_n - 256
+    return c.stages or min(8, rest // (128 * (c.tile_m + c.tile_n)))
 
 
-def smem(c: Config, swiglu: bool, out8: bool) -> int:
-    """Bytes of shared memory of a block: the sum at the top of the kernel."""
+def smem(c: Config, swiglu: bool, out8: bool, fp8: bool = True) -> int:
+    """Bytes of shared memory of a block: the sum at the top of the kernel. ``fp8``: it has factors of columns."""
     depth = stages(c, swiglu, out8)
-    return depth * 128 * (c.tile_m + c.tile_n) + staging(c, swiglu, out8) + 8 * (2 * depth + 5)
+    factors = 8 * c.tile_n if fp8 else 0
+    return depth * 128 * (c.tile_m + c.tile_n) + staging(c, swiglu, out8) + factors + 8 * (2 * depth + 5)
 
 
 TOGETHER, PAIR = Config(128, 256, 1, False), Config(128, 256, 2, False)
@@ -137,12 +149,12 @@ def kernel(
     """
     steps = epilogue.split("|")
     swiglu = "swiglu" in steps
-    size = smem(config, swiglu, out8)
+    size = smem(config, swiglu, out8, dtype == torch.float8_e4m3fn)
     if size > SMEM_MAX:
         raise LoweringError(f"{config} needs {size} bytes of shared memory, a block has {SMEM_MAX}")
     constants = {
         "N": n, "K": k, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": stages(config, swiglu, out8),
-        "CLUSTER": config.cluster, "GROUP": config.group, "PINGPONG": int(config.pingpong),
+        "CLUSTER": config.cluster, "GROUP": group(config, k, dtype), "PINGPONG": int(config.pingpong),
         "PROMOTE": int(config.promote), "TYPE": _TYPES[dtype], "HALF": int(half), "ROW": int(row),
         "SQUARES": int(squares), "SMEM": size, "BIAS": int("bias" in steps), "SWIGLU": int(swiglu),
         "RESIDUAL": int("residual" in steps), "OUT8": int(out8),

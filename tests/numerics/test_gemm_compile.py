@@ -123,6 +123,19 @@ def test_every_shape_has_a_configuration_that_fits(m, n, promote, swiglu, out8):
     assert blocks * config.tile_n * (2 if promote else 1) // 2 <= 192  # accumulators of a thread
 
 
+@settings(max_examples=60, deadline=None)
+@given(k=st.integers(1, 4096).map(lambda i: 8 * i), dtype=st.sampled_from([FP8, BF16]))
+def test_a_group_of_tiles_has_as_much_of_x_as_stays_in_l2(k, dtype):
+    for config in (gemm_sm90.PAIR, gemm_sm90.TOGETHER, gemm_sm90.TURNS, gemm_sm90.SMALL[2][0]):
+        rows = config.tile_m * config.cluster
+        group = gemm_sm90.group(config, k, dtype)
+        assert group in (4, 8, 16)
+        assert group == 4 or group * rows * k * dtype.itemsize <= gemm_sm90.X_BYTES
+        assert group == 16 or 2 * group * rows * k * dtype.itemsize > gemm_sm90.X_BYTES
+        assert gemm_sm90.kernel(64, k, config, dtype).constants["GROUP"] == group
+    assert gemm_sm90.group(gemm_sm90.PAIR._replace(group=2), k, dtype) == 2
+
+
 def test_choice_follows_the_work():
     assert gemm_sm90.choose(1, 4096).tile_m == 64  # most of a larger tile would be padding
     assert gemm_sm90.choose(8192, 28672, swiglu=True) == gemm_sm90.TURNS
