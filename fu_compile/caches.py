@@ -209,10 +209,10 @@ COPIES = Copies()
 class _Length:
     """What the host knew of one counter when PyTorch had counted ``version`` writes to it."""
 
-    __slots__ = ("captured", "counter", "tokens", "version")
+    __slots__ = ("captured", "counter", "replayed", "tokens", "version")
 
-    def __init__(self, counter: weakref.ref[Tensor]) -> None:
-        self.counter = counter
+    def __init__(self, counter: weakref.ref[Tensor], replayed: bool) -> None:
+        self.counter, self.replayed = counter, replayed
         self.version, self.tokens, self.captured = -1, 0, False
 
 
@@ -229,12 +229,13 @@ class Lengths:
 
     def know(self, counter: Tensor, tokens: int, captured: bool = False) -> None:
         """The counter holds ``tokens`` now; ``captured``: it will, at this place of the CUDA graph being captured."""
-        if counter.is_inference():  # its writes are not counted
-            return
         key = id(counter)
         known = self._known.get(key)
         if known is None or known.counter() is not counter:
-            known = self._known[key] = _Length(weakref.ref(counter, functools.partial(self._forget, key)))
+            if counter.is_inference():  # its writes are not counted
+                return
+            ref = weakref.ref(counter, functools.partial(self._forget, key))
+            known = self._known[key] = _Length(ref, hasattr(counter, "_fu_replayed"))
         known.version, known.tokens, known.captured = counter._version, tokens, captured
         if captured:
             self.mark(counter)
@@ -246,12 +247,14 @@ class Lengths:
             return None
         if captured:
             return known.tokens if known.captured or not known.tokens else None
-        return None if known.captured or hasattr(counter, "_fu_replayed") else known.tokens
+        return None if known.captured or known.replayed else known.tokens
 
-    @staticmethod
-    def mark(counter: Tensor) -> None:
+    def mark(self, counter: Tensor) -> None:
         """Replays of a CUDA graph may advance this counter from now on."""
-        counter._fu_replayed = True  # type: ignore[attr-defined]
+        counter._fu_replayed = True  # type: ignore[attr-defined]  # what is known may be lost before the tensor is
+        known = self._known.get(id(counter))
+        if known is not None and known.counter() is counter:
+            known.replayed = True
 
     def read(self, counters: Sequence[Tensor]) -> list[int]:
         """Tokens by each counter. What is not known is read, in one go for each device that counters lie on."""
