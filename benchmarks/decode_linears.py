@@ -43,6 +43,8 @@ MODELS = {"8b": (4096, 6144, 4096, 14336), "70b": (8192, 10240, 8192, 28672)}
 """hidden, rows of qkv, columns of o, intermediate"""
 EPS = 1e-5
 L2_BYTES = 60 << 20
+EACH = 3
+"""Divisions of the work that --tune tries for each size of cluster and two blocks, twice as many for one block."""
 ROUNDINGS = 2.0
 """Largest error of an output: one is the store, the other float32 summation and the hardware's rsqrt and exp."""
 
@@ -451,7 +453,9 @@ def bench(models: list[str], tokens: list[int], seconds: float, with_peers: bool
                 if name == "int4 (ours)":
                     row |= {"GB/s": round(size / us / 1e3), "of copy": round(size / us / 1e3 / copy, 3), "card": state}
                     row["configurations"] = {
-                        lin.name: dataclasses.asdict(int4.choose(lin.n, lin.k, 128, min(m, 32)))
+                        lin.name: dataclasses.asdict(
+                            int4.choose(lin.n, lin.k, 128, min(m, 32), norm=bool(lin.prologue))
+                        )
                         for lin in linears(model)
                     }
                 out["rows"].append(row)
@@ -479,27 +483,34 @@ def bench(models: list[str], tokens: list[int], seconds: float, with_peers: bool
     return out
 
 
-def variants(n: int, k: int, tokens: int) -> list[int4.Config]:
-    """Configurations worth timing for one shape; those that stand first are tried in the layer in any case."""
-    bound, sms, found = next(t for t in int4.TOKENS if tokens <= t), 132, []
+def beginnings(c: int4.Config) -> list[tuple[int, int]]:
+    """Delay and pace: all requests at once or late, or one after another as fast as memory answers (16 bytes a clock
+    and multiprocessor) and slower."""
+    bytes_ = c.strips * c.chunk * formats.int4_tile_bytes(128)
+    late = [(2000, 0), (0, bytes_ // 6)] if c.kind == "integer" else [(0, bytes_ // 10)]
+    return [(0, 0), (700, 0), (0, bytes_ // 16), *late]
+
+
+def variants(n: int, k: int, tokens: int, norm: bool) -> list[int4.Config]:
+    """Configurations worth timing for one shape; the one that is chosen now stands first and is tried in the layer in
+    any case."""
+    bound, sms = next(t for t in int4.TOKENS if tokens <= t), 132
+    found = [int4.choose(n, k, 128, bound, sms, False, norm)]
     share = int4.ceil_div(n, 16) / sms
-    if bound <= 8:
-        found.append(int4._few(n, k, 128, bound, sms, 1))
     if bound <= 2:
         for cluster, warps, warps_k, strips, chunk in itertools.product(
-            (1, 2), (8, 12, 16), (1, 2, 4, 8, 12, 16), (1, 2), (1, 2, 3, 4)
+            (1, 2), (8, 12, 16), (1, 4, 8, 16), (1, 2), (1, 2, 3, 4)
         ):
             if warps // warps_k * strips <= 1.3 * max(1, share * cluster) and not (cluster > 1 and share > 3):
-                found.append(int4.one(n, k, 128, bound, sms, cluster, warps, warps_k, strips, chunk))
-    if bound >= 8:
-        best = int4.many_configs(n, k, 128, bound, sms)[:16]
-        found += best
-        for c in best[:4]:
-            each = dataclasses.asdict(c)
-            shape = [each[f] for f in ("cluster", "warps_n", "warps_k", "strips", "chunk")]
-            found += [int4.many(n, k, 128, bound, sms, *shape, xslots) for xslots in (3, 6)]
-        found += int4.wgmma_configs(n, k, 128, bound, sms)[:16]
-    fits = [c for c in found if c is not None and c.smem(n, k, 128) <= int4.SMEM]
+                found.append(int4.integer(n, k, 128, bound, sms, cluster, warps, warps_k, strips, chunk))
+    seen: dict[tuple[int, int, bool, bool], set[tuple[int, ...]]] = {}
+    for c in int4.configs(n, k, 128, bound, sms, norm=norm):
+        divisions = seen.setdefault((c.cluster, c.blocks, c.wgmma, c.prepare), set())
+        division = (c.warps_n, c.warps_k, c.strips, c.chunk)
+        if division not in divisions and len(divisions) < EACH * (1 + (c.blocks == 1)):
+            divisions.add(division)
+            found.append(c)
+    fits = [c for c in found if c is not None and c.smem(n, k, 128) <= c.limit]
     return list(dict.fromkeys(fits))
 
 
@@ -525,7 +536,7 @@ def tune(model: str, tokens: int, seconds: float, rounds: int = 2) -> dict[str, 
     for lin in shapes:
         v = torch.randn(tokens, lin.k, device="cuda", dtype=torch.bfloat16)
         r = torch.randn(tokens, lin.n, device="cuda", dtype=torch.bfloat16) if "residual" in lin.epilogue else None
-        configs = variants(lin.n, lin.k, tokens)
+        configs = variants(lin.n, lin.k, tokens, bool(lin.prologue))
         prepare([(lin, c) for c in configs])
         configs = [c for c in configs if kernels[lin.name, c].cubin.resources.spill_stores == 0]
         want = ours(v, weights[lin.name][0], lin, 128, None, r, gain_of(lin)).float()
@@ -538,7 +549,7 @@ def tune(model: str, tokens: int, seconds: float, rounds: int = 2) -> dict[str, 
             graph = graph_of(lambda lin=lin, c=c, v=v, r=r: [run(lin, c, v, w, r) for w in weights[lin.name] * 2])
             times[c] = replay_us(graph, seconds) / (2 * layers)
             out["alone"].append({"case": lin.name, "us": round(times[c], 2), **dataclasses.asdict(c)})
-        first = [c for c in configs[:1] if c in times and c.kind != "one"]
+        first = [c for c in configs[:1] if c in times]
         best[lin.name] = list(dict.fromkeys(sorted(times, key=lambda c: times[c])[:3] + first))
         for c in best[lin.name][:3]:
             print(f"{model} M={tokens} {lin.name}: {times[c]:.2f} us  {c}", flush=True)
@@ -553,11 +564,11 @@ def tune(model: str, tokens: int, seconds: float, rounds: int = 2) -> dict[str, 
     us = measure(chosen)
     options = {
         lin.name: [
-            dataclasses.replace(c, delay=d, prefetch=p * c.slots, batch=batch)
+            dataclasses.replace(c, delay=d, pace=pace, prefetch=p * c.slots, batch=batch)
             for c in best[lin.name]
-            for d in (0, 700, 2000)
-            for p in ((0, 1) if c.kind != "few" and d < 2000 else (0,))
-            for batch in ((1, 2, 4) if c.kind == "one" else (1,))
+            for d, pace in beginnings(c)
+            for p in (0, 1)
+            for batch in ((1, 4) if c.kind == "integer" else (1,))
         ]
         for lin in shapes
     }
@@ -572,7 +583,7 @@ def tune(model: str, tokens: int, seconds: float, rounds: int = 2) -> dict[str, 
         print(f"{model} M={tokens} layer {us:.2f} us {name} {c}", flush=True)
         out["layer"].append({"case": name, "layer us": round(us, 2), **dataclasses.asdict(c)})
     for lin in shapes:
-        int4.TUNED[lin.n, lin.k, chosen[lin.name].tokens] = chosen[lin.name]
+        int4.TUNED[lin.n, lin.k, next(t for t in int4.TOKENS if tokens <= t)] = chosen[lin.name]
     return out
 
 
@@ -581,7 +592,7 @@ def write_tuned() -> None:
     rows = []
     for key, c in sorted(int4.TUNED.items()):
         fields = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if getattr(c, f.name) != f.default}
-        rows.append(f"    {key}: {json.dumps(fields)},\n")
+        rows.append(f"    {key}: {fields!r},\n")
     head = '"""Written by ``benchmarks/decode_linears.py --tune``: (n, k, tokens) -> fields of a Config."""\n'
     text = (
         head

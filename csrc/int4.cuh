@@ -7,45 +7,30 @@
 // weights:
 //     sum_k s (q - z) x  =  s (sum_k q x  -  z sum_k x)
 // so a group costs 2 fused multiply-adds per accumulator instead of one subtraction per weight pair, and the scale
-// multiplies float32 sums instead of rounding weights. 5 integer instructions and one mma per 8 weights of a lane; the
-// usual 128 + q (Codes::OFFSET, where nobody can scale the activations) takes 7 and cancels 128 sum x again.
+// multiplies float32 sums instead of rounding weights. 5 integer instructions and one mma per 8 weights of a lane.
 #pragma once
 #include "layout.cuh"
 #include "ptx.cuh"
 
-enum class Codes { SUBNORMAL, OFFSET };
-
-// How one combination of activation type and representation is read.
-template <bool HALF, Codes CODES>
+// How activations and codes meet.
+template <bool HALF>
 struct Form {
-    static constexpr bool SUBNORMAL = CODES == Codes::SUBNORMAL;
-    static constexpr bool SCALED = SUBNORMAL && !HALF;  // activations carry 2^100 and 2^96
+    static constexpr bool SCALED = !HALF;  // activations carry 2^100 and 2^96
     // A operand whose product with x is the sum of x in the unit of the codes' products
-    static constexpr u32 ONE_LOW = SUBNORMAL ? 0x00010001u : HALF ? 0x3c003c00u : 0x3f803f80u;
-    static constexpr u32 ONE_HIGH = SCALED ? 0x00100010u : ONE_LOW;
+    static constexpr u32 ONE_LOW = 0x00010001u, ONE_HIGH = SCALED ? 0x00100010u : ONE_LOW;
     // sums of x are stored times this, to meet zeros that are read as 8 z 2^-24
-    static constexpr float SUM_SCALE = SUBNORMAL ? 0x1p21f : 1.0f;
+    static constexpr float SUM_SCALE = 0x1p21f;
     // finished sums are in this unit
-    static constexpr float UNIT = SUBNORMAL ? HALF ? 0x1p24f : 0x1p33f : 1.0f;
+    static constexpr float UNIT = HALF ? 0x1p24f : 0x1p33f;
 
     // A fragment of one word
     static DEVICE void dequantise(u32 word, u32 (&a)[4]) {
         if constexpr (SCALED) {
             const u32 high = word >> 8;
             a[0] = word & 0x000f000fu, a[1] = high & 0x000f000fu, a[2] = word & 0x00f000f0u, a[3] = high & 0x00f000f0u;
-        } else if constexpr (SUBNORMAL) {
+        } else {
             a[0] = word & 0x000f000fu, a[1] = (word >> 8) & 0x000f000fu;
             a[2] = (word >> 4) & 0x000f000fu, a[3] = (word >> 12) & 0x000f000fu;
-        } else if constexpr (HALF) {  // 10 mantissa bits: the code goes to bits 3..6
-            a[0] = lop3_and_or(word << 3, 0x00780078u, 0x58005800u);
-            a[1] = lop3_and_or(word >> 5, 0x00780078u, 0x58005800u);
-            a[2] = lop3_and_or(word >> 1, 0x00780078u, 0x58005800u);
-            a[3] = lop3_and_or(word >> 9, 0x00780078u, 0x58005800u);
-        } else {
-            a[0] = lop3_and_or(word, 0x000f000fu, 0x43004300u);
-            a[1] = lop3_and_or(word >> 8, 0x000f000fu, 0x43004300u);
-            a[2] = lop3_and_or(word >> 4, 0x000f000fu, 0x43004300u);
-            a[3] = lop3_and_or(word >> 12, 0x000f000fu, 0x43004300u);
         }
     }
     // 16 bytes of activations times the gain, rounded to their type
@@ -61,29 +46,16 @@ struct Form {
     }
 };
 
-// 16 bytes of the gain from column k, zeros behind the last one of K.
-template <int K>
-DEVICE u32x4 load_gain(const u16* gain, int k) {
-    return K % 128 == 0 || k < K ? ld_global_nc_v4(gain + k) : u32x4{0, 0, 0, 0};
-}
-
-// Scale and zero of rows g and g + 8: the zero as 8 z 2^-24 (SUBNORMAL) or 128 + z (OFFSET).
+// Scale and zero of rows g and g + 8: the zero as 8 z 2^-24.
 struct GroupScale {
     float s0, s1, z0, z1;
 };
 // For group `gi` of a tile; scales: shared address of the tile + 4 g, zeros: + 2 g.
-template <int GROUP, Codes CODES>
+template <int GROUP>
 DEVICE GroupScale group_scale(u32 scales, u32 zeros, int gi) {
     constexpr int GROUPS = fu::kTileK / GROUP;
     const u32 s = ld_shared_u32(scales + fu::kNibbleBytes + gi * 32);
     const u32 z8 = ld_shared_u16(zeros + fu::kNibbleBytes + GROUPS * 32 + gi * 16);
-    const u32 z = prmt(z8, CODES == Codes::OFFSET ? 0x58 : 0, 0x4140);
+    const u32 z = prmt(z8, 0, 0x4140);
     return {to_f32<true>(u16(s)), to_f32<true>(u16(s >> 16)), to_f32<true>(u16(z)), to_f32<true>(u16(z >> 16))};
-}
-// xs: sums over the group of tokens 2t and 2t + 1
-DEVICE void add_group(f32x4& acc, f32x4 c, GroupScale q, f32x2 xs) {
-    acc.x = fmaf(q.s0, fmaf(-q.z0, xs.x, c.x), acc.x);
-    acc.y = fmaf(q.s0, fmaf(-q.z0, xs.y, c.y), acc.y);
-    acc.z = fmaf(q.s1, fmaf(-q.z1, xs.x, c.z), acc.z);
-    acc.w = fmaf(q.s1, fmaf(-q.z1, xs.y, c.w), acc.w);
 }

@@ -20,16 +20,17 @@
 // MB of weights, and x of this grid would queue behind them: they wait DELAY clocks. One order of summation whatever m
 // and the token's position: same input, same bits.
 //
-// Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (1 or 2), FU_GRID, FU_CLUSTER, FU_WARPS, FU_WK, FU_S,
-// FU_CHUNK, FU_BATCH, FU_SLOTS, FU_PREFETCH, FU_DELAY, FU_SMEM, FU_HALF, FU_RMS, FU_GAIN, FU_BIAS, FU_SWIGLU,
+// Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (1 or 2), FU_GRID, FU_CLUSTER, FU_WN, FU_WK, FU_S,
+// FU_CHUNK, FU_BATCH, FU_SLOTS, FU_PREFETCH, FU_DELAY, FU_PACE, FU_SMEM, FU_HALF, FU_RMS, FU_GAIN, FU_BIAS, FU_SWIGLU,
 // FU_RESIDUAL.
 #include "epilogue.cuh"
 #include "int4.cuh"
 
 namespace {
 constexpr int N = FU_N, K = FU_K, GROUP = FU_GROUP, TOKENS = FU_TOKENS, CLUSTER = FU_CLUSTER;
-constexpr int WARPS = FU_WARPS, THREADS = WARPS * 32, WK = FU_WK, WN = WARPS / WK, S = FU_S;
-constexpr int CHUNK = FU_CHUNK, SLOTS = FU_SLOTS, DELAY = FU_DELAY, PREFETCH = FU_PREFETCH, PASS = WN * S;
+constexpr int WN = FU_WN, WK = FU_WK, WARPS = WN * WK, THREADS = WARPS * 32, S = FU_S;
+constexpr int CHUNK = FU_CHUNK, SLOTS = FU_SLOTS, DELAY = FU_DELAY, PACE = FU_PACE, PREFETCH = FU_PREFETCH;
+constexpr int PASS = WN * S;
 constexpr bool HALF = FU_HALF, RMS = FU_RMS, GAIN = FU_GAIN;
 constexpr int TILE = fu::int4_tile_bytes(GROUP), GROUPS = fu::kTileK / GROUP;
 constexpr int STRIPS = (N + 15) / 16, TILES = (K + 127) / 128, UNITS = FU_GRID / CLUSTER;
@@ -37,7 +38,6 @@ constexpr int STRIPS = (N + 15) / 16, TILES = (K + 127) / 128, UNITS = FU_GRID /
 constexpr int BATCH = FU_BATCH;
 constexpr bool EVEN = TILES % (CLUSTER * WARPS * BATCH) == 0;
 constexpr int DEPTH = (TILES + CLUSTER - 1) / CLUSTER;  // most tiles of a block along K
-static_assert(WARPS % WK == 0, "every warp has its tiles");
 
 // shared memory
 constexpr int RING = 0, SLOT = S * CHUNK * TILE, X = (WARPS * SLOTS * SLOT + 127) / 128 * 128;
@@ -157,7 +157,7 @@ DEVICE void multiply(f32x2 (&acc)[S], u32 tile, u32 x, u32 xscale, int lane) {
                 mma_m16n8k32(c, h[0], h[1], h[0] & LOW, h[1] & LOW, b, l);
             }
             const u32 at = tile + s * (SLOT / S);
-            const GroupScale w = group_scale<GROUP, Codes::SUBNORMAL>(at + g * 4, at + g * 2, gi);
+            const GroupScale w = group_scale<GROUP>(at + g * 4, at + g * 2, gi);
             const float low = float((c.x + d.x) * factor + ((c.y + d.y) & second)),
                         high = float((c.z + d.z) * factor + ((c.w + d.w) & second));
             acc[s].x = fmaf(w.s0 * unit.x, fmaf(-w.z0, unit.y, low), acc[s].x);
@@ -223,8 +223,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         for (int i = 0; i < SLOTS; ++i) mbarrier_init(bars + i * 8, 1);
         fence_mbarrier_init();
         fence_proxy_async();
-        if (DELAY > 0) wait_clocks(DELAY);
-        for (int i = 0; i < SLOTS; ++i) fill(i);
+        if (DELAY + PACE > 0) wait_clocks(DELAY + warp * PACE);
+        for (int i = 0; i < SLOTS; ++i) {
+            if (PACE > 0 && i > 0) wait_clocks(WARPS * PACE);
+            fill(i);
+        }
         const auto filled = walk;
         for (int i = 0; i < PREFETCH; ++i) fill(-1);
         walk = filled;

@@ -1,271 +1,472 @@
-// y[m, N] = E(P(x)[m, K] . W[N, K]^T), INT4 weights, m <= 8 tokens. Hopper (sm_90a).
+// y[m, N] = E(P(x)[m, K] . W[N, K]^T), INT4 weights, up to 32 tokens. Hopper (sm_90a).
 //
-//   W: strips of 16 rows, each a row of 16 x 128 tiles of 1072 bytes (group 128)      x: the mma's B operand, 8 tokens
+//   cluster (of CLUSTER blocks)   owns strips of 16 rows; its blocks split K, their sums meet in shared memory
+//   step                          WK x CHUNK tiles of K, for all strips of a pass (WN warps x S strips)
+//   consumer warp (wn, wk)        S strips x CHUNK tiles of the step. One lane refills the warp's own ring of weights
+//                                 (SLOTS steps) by cp.async.bulk: no warp waits for another's weights
+//   one warp more                 PREPARE: the first requests for weights of all rings, while the others see to x;
+//                                 else: one lane copies x into a ring of XSLOTS times one tile of every wk
 //
-//   cluster (of CLUSTER blocks)   owns whole strips; its blocks split K, sums meet through distributed shared memory
-//   stage                         WS strips x WK tiles, one tile for each of the 16 warps; SLOTS stages in a ring, each
-//                                 WS copies of up to WK x 1072 contiguous bytes
-//   warp (wk, ws)                 tiles wk, wk + WK, ... of its strips: x of those tiles only, in shared memory
-//   refill                        by a warp that takes turns, once all 16 have arrived at the stage it refills
-//   sums                          of PASS strip groups meet in shared memory, then a warp finishes a strip
+// How x becomes the B operand, with powers of two that let a mask make a weight of a code (int4.cuh), and with its sums
+// over the groups, what the zero points cost:
+//   PREPARE   (to 8 tokens)  every block for itself, as soon as the kernel before has ended; all of it stays in shared
+//                            memory, the norm's rstd with it
+//   else      (8 and more)   arrange_rows_sm90.cu has done it once for all blocks. One more kernel costs 3 us of
+//   waiting
+//                            for each other, of which the rings fill for 2; for 32 tokens preparing would cost more
+// WGMMA (4 WN WK warps, S strips of 64 rows each): weights are the A operand in registers, x the B operand in shared
+// memory; the zero points are a step of k more. Else mma.sync: at 32 tokens bound by the tensor cores (6.1 clocks an
+// instruction and quarter of a multiprocessor, against 16 for four of them at once with wgmma).
 //
-// Sixteen warps with 64 registers rather than eight with 128: dequantising is chains of 4-cycle integer instructions,
-// and two warps a scheduler leave it idle 61 % of the time (ncu; 3.2 TB/s). Bytes: every weight once from HBM, x once
-// per block from L2. Roofline: N K (0.5 + 3/128) / 4.3 TB/s. Launch: all blocks are resident, at most 113 KB each, so
-// the next kernel's blocks fit beside them; with programmatic dependent launch they fill their rings (weights depend on
-// nothing) before griddepcontrol.wait. x is read only after it. Memory must not idle while one grid ends and the next
-// waits and loads x, so the next grid comes in early (LEAD: stages before the last refill; -1: at once). But its first
-// act is to ask for 11 MB of weights, and x of this grid would queue behind them (measured: 1.3 to 3.2 us instead of
-// 0.3 to 0.6): it waits DELAY clocks first. One order of summation whatever m and the token's position: same input,
-// same bits.
+// Sums in units of the group's scale: before a group the accumulators are multiplied by (scale before) / (this scale),
+// in float32, and at the end by the last one: a second set of accumulators would not fit. A scale of zero counts as
+// 2^-60, far below any float16.
 //
-// Rendered constants: FU_KERNEL (name), FU_N, FU_K, FU_GROUP, FU_TOKENS (1, 2, 4 or 8), FU_GRID, FU_CLUSTER, FU_WK,
-// FU_PASS, FU_SLOTS, FU_LEAD, FU_DELAY, FU_SMEM, FU_HALF, FU_RMS, FU_GAIN, FU_BIAS, FU_SWIGLU, FU_RESIDUAL.
+// With 16 warps of 96 registers and up to 224 KB, one block has a multiprocessor; only arrange_rows fits beside it.
+// Bytes: every weight once from HBM; x from L2 once per block and pass: K / CLUSTER x TOKENS x 2 bytes each.
+// Launch: weights of the first SLOTS steps, PACE clocks from one warp to the next (x behind all of them at once would
+// wait for all of them), then PREFETCH more steps into L2, before griddepcontrol.wait. One order of summation whatever
+// m and the token's position: same input, same bits.
+//
+// Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (1, 2, 4 with PREPARE; 8, 16, 32), FU_GRID,
+// FU_CLUSTER, FU_WN, FU_WK, FU_S, FU_CHUNK, FU_SLOTS, FU_XSLOTS, FU_PREFETCH, FU_DELAY, FU_PACE, FU_SMEM, FU_REGISTERS,
+// FU_WG (WGMMA), FU_PREPARE, FU_GAIN (with PREPARE), FU_HALF, FU_RMS, FU_BIAS, FU_SWIGLU, FU_RESIDUAL.
 #include "epilogue.cuh"
+#include "gemm_ptx.cuh"
 #include "int4.cuh"
+#include "parts.cuh"
 
 namespace {
-constexpr int N = FU_N, K = FU_K, GROUP = FU_GROUP, TOKENS = FU_TOKENS, CLUSTER = FU_CLUSTER;
-constexpr int WARPS = 16, THREADS = WARPS * 32, WK = FU_WK, WS = WARPS / WK, PASS = FU_PASS, SLOTS = FU_SLOTS,
-              LEAD = FU_LEAD, DELAY = FU_DELAY;
-constexpr bool HALF = FU_HALF, RMS = FU_RMS, GAIN = FU_GAIN;
-using F = Form<HALF, Codes::SUBNORMAL>;
-constexpr int TILE = fu::int4_tile_bytes(GROUP), GROUPS = fu::kTileK / GROUP;
+constexpr int N = FU_N, K = FU_K, GROUP = FU_GROUP, TOKENS = FU_TOKENS, NB = TOKENS < 8 ? 1 : TOKENS / 8;
+constexpr int CLUSTER = FU_CLUSTER;
+constexpr int WN = FU_WN, WK = FU_WK, S = FU_S, CHUNK = FU_CHUNK, SLOTS = FU_SLOTS, XSLOTS = FU_XSLOTS;
+constexpr int PREFETCH = FU_PREFETCH, DELAY = FU_DELAY, PACE = FU_PACE;
+constexpr bool HALF = FU_HALF, RMS = FU_RMS;
+constexpr bool WGMMA = FU_WG, PREPARE = FU_PREPARE, GAIN = FU_GAIN;
+using F = Form<HALF>;
+constexpr int W = WGMMA ? 4 : 1;  // warps that multiply together
+constexpr int WARPS = WN * WK * W, CONSUMERS = WARPS * 32, PASS = WN * S * W;
+constexpr int STEP = WK * CHUNK, TILE = fu::int4_tile_bytes(GROUP), GROUPS = fu::kTileK / GROUP;
+constexpr int BLOCK = PREPARE ? TOKENS * 64 + 64 : NB * 512;  // of 32 columns
+constexpr int XTILE = PREPARE ? 4 * BLOCK : TOKENS * (256 + (WGMMA ? 16 : GROUPS * 4));
 constexpr int STRIPS = (N + 15) / 16, TILES = (K + 127) / 128, UNITS = FU_GRID / CLUSTER;
-constexpr int DEPTH = (TILES + CLUSTER - 1) / CLUSTER;  // tiles of a block along K
-constexpr int CHUNKS = (DEPTH + WK - 1) / WK;           // stages of a strip group
-constexpr bool EVEN = TILES % (CLUSTER * WK) == 0;      // every warp has a tile in every chunk
-// Every warp multiplies by x that no other warp needs, and by so much that it prepares a tile when it first needs it.
-constexpr bool LAZY = WS == 1 && CHUNKS > 2;
-constexpr int LANES = TOKENS <= 2 ? 1 : TOKENS / 2;  // lanes of a quad whose accumulators are tokens
-constexpr int SUM = 8 * LANES * 16;                  // bytes of one warp's sums of a strip
+constexpr bool ONE_PASS = (STRIPS + UNITS - 1) / UNITS <= PASS;
+constexpr bool DIRECT = CLUSTER == 1 && WK == 1;  // a warp's registers hold finished sums
+static_assert(CLUSTER == 1 || ONE_PASS, "a cluster makes one pass");
+static_assert(TOKENS <= 32, "a lane has a row's rstd");
+static_assert(!PREPARE || (TOKENS <= 8 && !WGMMA && (CLUSTER == 1 || !RMS)), "squares of whole rows");
+static_assert(!WGMMA || (GROUP == 128 && !HALF && (NB == 1 || NB == 2 || NB == 4)), "one scale a tile, bfloat16");
 
-// shared memory
-constexpr int SLOT = WS * WK * TILE;
-constexpr int X = SLOTS * SLOT;  // [tile][c][token][64 bytes]
-constexpr int XTILE = TOKENS * 256;
-constexpr int XSUM = X + CHUNKS * WK * XTILE;           // [tile][group][8 tokens] f32
-constexpr int SUMS = XSUM + CHUNKS * WK * GROUPS * 32;  // [strip group of the pass][ws][wk] sums
-constexpr int SQUARES = SUMS + PASS * WARPS * SUM;      // [warp][8 tokens] f32
-constexpr int BARS = SQUARES + WARPS * 32, BYTES = BARS + SLOTS * 16;
+// shared memory: rings of weights and of x, then the sums (over the rings, when nothing follows)
+constexpr int SLOT = S * CHUNK * TILE, X = (WARPS * SLOTS * SLOT + 127) / 128 * 128, XSLOT = WK * XTILE;
+constexpr int DEPTH = (TILES + CLUSTER - 1) / CLUSTER;
+constexpr int RINGS = X + (PREPARE ? DEPTH * XTILE : XSLOTS * XSLOT), SUM_BYTES = DIRECT ? 0 : WK * PASS * NB * 512;
+constexpr int SUMS = ONE_PASS ? 0 : RINGS;
+constexpr int RSTD = ONE_PASS ? (SUM_BYTES > RINGS ? SUM_BYTES : RINGS) : SUMS + SUM_BYTES;
+constexpr int SQUARES = RSTD + (TOKENS < 8 ? 8 : TOKENS) * 4, BARS = SQUARES + (PREPARE ? WARPS * 32 : 0);
+constexpr int WBARS = BARS + (PREPARE ? 0 : XSLOTS * 16), BYTES = WBARS + WARPS * SLOTS * 8;
 static_assert(BYTES == FU_SMEM, "the lowering computes the same size");
 
-DEVICE u32 x_at(u32 smem, int tile, int c, int lane) {
-    return smem + X + tile * XTILE + (c * TOKENS + (lane >> 2) % TOKENS) * 64 + (lane & 3) * 16;
+struct Split {
+    int strip_begin, strip_end, tile_begin, tile_end;
+};
+
+DEVICE u32 x_full(u32 smem, int slot) { return smem + BARS + slot * 16; }
+DEVICE u32 x_empty(u32 smem, int slot) { return smem + BARS + slot * 16 + 8; }
+
+// By one warp; a step's records follow each other.
+DEVICE void feed(u32 smem, const u8* x, const float* rstd, int m, const Split& p, int lane) {
+    griddepcontrol_wait();
+    // rstd is there when a consumer sees the first step: its lane arrives after these stores.
+    if (RMS && lane < TOKENS) st_shared_f32(smem + RSTD + lane * 4, lane < m ? ld_global_cg_f32(rstd + lane) : 0.0f);
+    __syncwarp();
+    if (!elect_sync()) return;
+    const u64 policy = createpolicy_evict_normal();
+    int slot = 0;
+    u32 parity = 1;  // the first round finds every slot empty
+    for (int first = p.strip_begin; first < p.strip_end; first += ONE_PASS ? N : PASS)
+        for (int step = p.tile_begin; step < p.tile_end; step += STEP)
+            for (int i = 0; i < CHUNK && step + i < p.tile_end; ++i) {  // one tile of every wk
+                mbarrier_wait_parity(x_empty(smem, slot), parity);
+                const int count = min(WK, (p.tile_end - step - i + CHUNK - 1) / CHUNK);
+                mbarrier_arrive_expect_tx(x_full(smem, slot), count * XTILE);
+                const u8* from = x + (long long)(step + i) * XTILE;
+                if (CHUNK == 1)
+                    cp_async_bulk(smem + X + slot * XSLOT, from, count * XTILE, x_full(smem, slot), policy);
+                else
+                    for (int k = 0; k < count; ++k)
+                        cp_async_bulk(smem + X + slot * XSLOT + k * XTILE, from + k * (CHUNK * XTILE), XTILE,
+                                      x_full(smem, slot), policy);
+                if (++slot == XSLOTS) slot = 0, parity ^= 1;
+            }
 }
 
-// x of one tile from L2 to shared memory. k0: its first column.
-DEVICE void load_x(u32 smem, const u16* x, int m, int ldx, int tile, int k0, int lane) {
-    for (int i = lane; i < TOKENS * 16; i += 32) {
-        const int c = i / (4 * TOKENS), token = i / 4 % TOKENS, k = k0 + 32 * c + 8 * (i & 3);
-        const bool in = K % 128 == 0 || k < K;
-        cp_async_16(smem + X + tile * XTILE + i * 16, in ? x + (long long)min(token, m - 1) * ldx + k : x, in ? 16 : 0);
-    }
-}
-
-// Sums of squares of x as the diagonal of x x^T (in lane 4g + g/2); then x becomes the B operand, in place, and its
-// sums over each group come from an A operand of ones.
-DEVICE void prepare_x(u32 smem, const u16* gain, int tile, int k0, int warp, int lane) {
-    constexpr int CHAINS = GROUPS == 1 ? 2 : GROUPS;  // an mma that waits for the one before it takes 33 cycles
-    f32x4 sum[CHAINS] = {}, square[2] = {};
-    u32x4 gains[4];
-    if (GAIN)
+// All of this block's x, by all of its warps, where one block's share is small: no kernel before this one. In a record,
+// 64 bytes behind each 32 columns let stores meet every bank once; they hold the sums of a group.
+DEVICE void prepare(u32 smem, const u16* x, const u16* gain, int m, int ldx, const Split& p, int warp, int lane) {
+    constexpr int R = (DEPTH * 16 + CONSUMERS - 1) / CONSUMERS;
+    const int chunks = (p.tile_end - p.tile_begin) * 16;
+    u32x4 v[R][TOKENS], g[R];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) gains[c] = load_gain<K>(gain, k0 + 32 * c + 8 * (lane & 3));
+    for (int r = 0; r < R; ++r) {
+        const int chunk = r * CONSUMERS + int(threadIdx.x), k = p.tile_begin * 128 + chunk * 8;
+        if (GAIN) g[r] = chunk < chunks && k < K ? ld_global_nc_v4(gain + k) : u32x4{0, 0, 0, 0};
+    }
+    griddepcontrol_wait();
+#pragma unroll
+    for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+            const int chunk = r * CONSUMERS + int(threadIdx.x), k = p.tile_begin * 128 + chunk * 8;
+            v[r][t] =
+                chunk < chunks && k < K && t < m ? ld_global_cg_v4(x + (long long)t * ldx + k) : u32x4{0, 0, 0, 0};
+        }
+    float square[8] = {};
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        const int chunk = r * CONSUMERS + int(threadIdx.x);
+        const u32 to = smem + X + chunk / 16 * XTILE + chunk % 16 / 4 * BLOCK + chunk % 4 * 16;
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+            if (RMS)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const u32 pair = i == 0 ? v[r][t].x : i == 1 ? v[r][t].y : i == 2 ? v[r][t].z : v[r][t].w;
+                    const float low = to_f32<HALF>(u16(pair)), high = to_f32<HALF>(u16(pair >> 16));
+                    square[t] = fmaf(low, low, fmaf(high, high, square[t]));
+                }
+            if (GAIN) v[r][t] = F::times_gain(v[r][t], g[r]);
+            if (chunk < chunks) st_shared_v4(to + t * 64, F::scaled(v[r][t]));
+        }
+    }
+    if (RMS) {  // token 4 (lane / 16) + 2 (lane / 8 % 2) + lane / 4 % 2 ends in lane
+#pragma unroll
+        for (int n = 4; n; n /= 2)
+#pragma unroll
+            for (int i = 0; i < n; ++i) {
+                const bool upper = lane & n * 4;
+                const float sent = upper ? square[i] : square[i + n], kept = upper ? square[i + n] : square[i];
+                square[i] = kept + __shfl_xor_sync(0xffffffffu, sent, n * 4);
+            }
+        square[0] += __shfl_xor_sync(0xffffffffu, square[0], 2);
+        square[0] += __shfl_xor_sync(0xffffffffu, square[0], 1);
+        if (lane % 4 == 0) st_shared_f32(smem + SQUARES + warp * 32 + lane, square[0]);
+    }
+    bar_sync<CONSUMERS>(3);
+    const int row = min(lane >> 2, TOKENS - 1) * 64 + (lane & 3) * 16;
+    for (int i = warp; i < p.tile_end - p.tile_begin; i += WARPS)
+#pragma unroll
+        for (int gi = 0; gi < GROUPS; ++gi) {
+            f32x4 sum[2] = {};
+#pragma unroll
+            for (int c = gi * 4 / GROUPS; c < (gi + 1) * 4 / GROUPS; ++c) {
+                const u32x4 b = ld_shared_v4(smem + X + i * XTILE + c * BLOCK + row);
+                mma_m16n8k16<HALF>(sum[0], F::ONE_LOW, F::ONE_LOW, F::ONE_HIGH, F::ONE_HIGH, b.x, b.y);
+                mma_m16n8k16<HALF>(sum[1], F::ONE_LOW, F::ONE_LOW, F::ONE_HIGH, F::ONE_HIGH, b.z, b.w);
+            }
+            if (lane < 4)
+                st_shared_f2(smem + X + i * XTILE + gi * BLOCK + TOKENS * 64 + lane * 8,
+                             {(sum[0].x + sum[1].x) * F::SUM_SCALE, (sum[0].y + sum[1].y) * F::SUM_SCALE});
+        }
+    bar_sync<CONSUMERS>(3);
+}
+
+// One tile of S strips (CHUNK * TILE apart); x: the tile's record.
+DEVICE void multiply(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u32 x, int lane) {
+    const u32 at = weights + lane * 16, scales = weights + (lane >> 2) * 4, zeros = weights + (lane >> 2) * 2;
+    const int row = min(lane >> 2, TOKENS - 1) * 64 + (lane & 3) * 16;
+    u32x4 words[S];
+    f32x2 zero[S];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-        const u32 at = x_at(smem, tile, c, lane);
-        const u32x4 raw = ld_shared_v4(at), v = F::scaled(GAIN ? F::times_gain(raw, gains[c]) : raw);
-        mma_m16n8k16<HALF>(sum[GROUPS == 1 ? c & 1 : c * GROUPS / 4], F::ONE_LOW, F::ONE_LOW, F::ONE_HIGH, F::ONE_HIGH,
-                           v.x, v.y);
-        if (RMS) mma_m16n8k16<HALF>(square[0], raw.x, 0, raw.y, 0, raw.x, raw.y);
-        mma_m16n8k16<HALF>(sum[GROUPS == 1 ? c & 1 : c * GROUPS / 4], F::ONE_LOW, F::ONE_LOW, F::ONE_HIGH, F::ONE_HIGH,
-                           v.z, v.w);
-        if (RMS) mma_m16n8k16<HALF>(square[1], raw.z, 0, raw.w, 0, raw.z, raw.w);
-        __syncwarp();  // lanes of tokens that do not exist read what another lane writes
-        if (F::SCALED || GAIN) st_shared_v4(at, v);
-    }
-    if (GROUPS == 1) sum[0] = sum[0] + sum[1];
-    if (lane < 4)
+        const int gi = c * GROUPS / 4;
+        if (c % 2 == 0)
 #pragma unroll
-        for (int gi = 0; gi < GROUPS; ++gi)
-            st_shared_f2(smem + XSUM + (tile * GROUPS + gi) * 32 + lane * 8,
-                         {sum[gi].x * F::SUM_SCALE, sum[gi].y * F::SUM_SCALE});
-    const int g = lane >> 2;
-    if (RMS && (lane & 3) == g >> 1) {
-        const u32 at = smem + SQUARES + warp * 32 + g * 4;
-        const float total = g & 1 ? square[0].y + square[1].y : square[0].x + square[1].x;
-        st_shared_f32(at, ld_shared_f32(at) + total);
+            for (int s = 0; s < S; ++s) words[s] = ld_shared_v4(at + s * CHUNK * TILE + c / 2 * fu::kVectorBytes);
+        if (c % (4 / GROUPS) == 0)
+#pragma unroll
+            for (int s = 0; s < S; ++s) {
+                const GroupScale q = group_scale<GROUP>(scales + s * CHUNK * TILE, zeros + s * CHUNK * TILE, gi);
+                const float s0 = q.s0 + 0x1p-60f, s1 = q.s1 + 0x1p-60f;
+                const float r0 = unit[s].x * rcp_approx(s0), r1 = unit[s].y * rcp_approx(s1);
+                unit[s] = {s0, s1}, zero[s] = {q.z0, q.z1};
+#pragma unroll
+                for (int nb = 0; nb < NB; ++nb)
+                    acc[s][nb] = {acc[s][nb].x * r0, acc[s][nb].y * r0, acc[s][nb].z * r1, acc[s][nb].w * r1};
+            }
+        u32x4 b[NB];
+#pragma unroll
+        for (int nb = 0; nb < NB; ++nb) b[nb] = ld_shared_v4(x + c * BLOCK + (PREPARE ? row : nb * 512 + lane * 16));
+#pragma unroll
+        for (int s = 0; s < S; ++s)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                u32 a[4];
+                F::dequantise(c % 2 ? half ? words[s].w : words[s].z : half ? words[s].y : words[s].x, a);
+#pragma unroll
+                for (int nb = 0; nb < NB; ++nb)
+                    mma_m16n8k16<HALF>(acc[s][nb], a[0], a[1], a[2], a[3], half ? b[nb].z : b[nb].x,
+                                       half ? b[nb].w : b[nb].y);
+            }
+        if ((c + 1) % (4 / GROUPS) == 0)
+#pragma unroll
+            for (int nb = 0; nb < NB; ++nb) {
+                const u32 sums = PREPARE ? gi * BLOCK + TOKENS * 64 : TOKENS * 256 + (gi * TOKENS + nb * 8) * 4;
+                const f32x2 xs = ld_shared_f2(x + sums + (lane & 3) * 8);
+#pragma unroll
+                for (int s = 0; s < S; ++s) {
+                    f32x4& v = acc[s][nb];
+                    v = {fmaf(-zero[s].x, xs.x, v.x), fmaf(-zero[s].x, xs.y, v.y), fmaf(-zero[s].y, xs.x, v.z),
+                         fmaf(-zero[s].y, xs.y, v.w)};
+                }
+            }
     }
-    __syncwarp();
 }
 
-// A lane's addresses in slot 0 and chunk 0.
-struct Operands {
-    u32 codes, scales, zeros, x, xsum;
-};
-// The value from here on, not how it was computed: else the compiler computes it again for every tile.
-DEVICE u32 keep(u32 v) {
-    asm volatile("" : "+r"(v));
-    return v;
-}
+// ---- the same on wgmma ---------------------------------------------------------------------------------------------
 
-DEVICE void multiply(f32x4& acc, const Operands& at, u32 slot, int tile) {
-    const u32 codes = at.codes + slot, x = at.x + tile * XTILE;
-    u32x4 words;
+// d += a b: a 64 x 16 (16 rows a warp, as mma_m16n8k16 has them), b TOKENS x 16 in shared memory.
+DEVICE void wgmma_m64k16(f32x4 (&d)[NB], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+#define FU_RS(SHAPE, REGS, A, B)                                                                                      \
+    "{\n .reg .pred p;\n setp.ne.b32 p, 1, 0;\n wgmma.mma_async.sync.aligned." SHAPE ".f32.bf16.bf16 {" REGS "}, {" A \
+    "}, " B ", p, 1, 1, 0;\n}"
+#define FU_DF(i) "+f"(d[i].x), "+f"(d[i].y), "+f"(d[i].z), "+f"(d[i].w)
+#define FU_AB "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)
+    if constexpr (NB == 1)
+        asm volatile(FU_RS("m64n8k16", "%0, %1, %2, %3", "%4, %5, %6, %7", "%8") : FU_DF(0) : FU_AB);
+    else if constexpr (NB == 2)
+        asm volatile(FU_RS("m64n16k16", "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9, %10, %11", "%12")
+                     : FU_DF(0), FU_DF(1)
+                     : FU_AB);
+    else if constexpr (NB == 4)
+        asm volatile(FU_RS("m64n32k16", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
+                           "%16, %17, %18, %19", "%20")
+                     : FU_DF(0), FU_DF(1), FU_DF(2), FU_DF(3)
+                     : FU_AB);
+}
+// An operand's descriptor is an address in units of 16 bytes and, above 32 bits, constants: core matrices (8 rows x 16
+// bytes) lie `K` bytes apart along k, `ROWS` along the rows. Only sums in uniform registers stay single instructions.
+template <int ROWS>
+DEVICE u64 descriptor(u32 low) {
+    return u64(low) | u64(ROWS / 16) << 32;
+}
+DEVICE u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }
+
+// As multiply: a vector of words becomes operands while the one before multiplies. The zero points are one more step of
+// k: the zero as bfloat16 (8 bits) times the sum of x in three parts, with that core matrix taken twice and a of its
+// second half zero.
+DEVICE void multiply_wgmma(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u32 x, int lane) {
+    const u32 at = weights + lane * 16, scales = weights + (lane >> 2) * 4, zeros = weights + (lane >> 2) * 2;
 #pragma unroll
-    for (int gi = 0; gi < GROUPS; ++gi) {
-        f32x4 sum = {0, 0, 0, 0}, odd = {0, 0, 0, 0};  // two chains of mma
+    for (int s = 0; s < S; ++s) {
+        const u32 pair = ld_shared_u32(scales + s * CHUNK * TILE + fu::kNibbleBytes);
+        const float s0 = to_f32<true>(u16(pair)) + 0x1p-60f, s1 = to_f32<true>(u16(pair >> 16)) + 0x1p-60f;
+        const float r0 = unit[s].x * rcp_approx(s0), r1 = unit[s].y * rcp_approx(s1);
+        unit[s] = {s0, s1};
 #pragma unroll
-        for (int c = gi * 4 / GROUPS; c < (gi + 1) * 4 / GROUPS; ++c) {
-            if (c % 2 == 0) words = ld_shared_v4(codes + c / 2 * fu::kVectorBytes);
-            const u32x4 b = ld_shared_v4(x + c * TOKENS * 64);
-            u32 a[4];
-            F::dequantise(c % 2 ? words.z : words.x, a);
-            mma_m16n8k16<HALF>(sum, a[0], a[1], a[2], a[3], b.x, b.y);
-            F::dequantise(c % 2 ? words.w : words.y, a);
-            mma_m16n8k16<HALF>(odd, a[0], a[1], a[2], a[3], b.z, b.w);
+        for (int nb = 0; nb < NB; ++nb)
+            acc[s][nb] = {acc[s][nb].x * r0, acc[s][nb].y * r0, acc[s][nb].z * r1, acc[s][nb].w * r1};
+    }
+    const u32 units = uniform(x >> 4 & 0x3fff | 8 << 16), zeros_at = uniform((x + TOKENS * 256) >> 4 & 0x3fff);
+    u32 a[2][4][4];
+#pragma unroll
+    for (int b = 0; b < 2 * S; ++b) {  // a vector of words: four steps
+        const int s = b / 2, half = b % 2;
+        const u32x4 v = ld_shared_v4(at + s * CHUNK * TILE + half * fu::kVectorBytes);
+        if (b >= 2) wgmma_wait_group<1>();  // whose operands stood here
+        F::dequantise(v.x, a[b % 2][0]), F::dequantise(v.y, a[b % 2][1]);
+        F::dequantise(v.z, a[b % 2][2]), F::dequantise(v.w, a[b % 2][3]);
+        u32 zero0 = 0, zero1 = 0;
+        if (half == 0) {  // 8 z 2^-24, exact in bfloat16
+            const u32 z8 = prmt(ld_shared_u16(zeros + s * CHUNK * TILE + fu::kNibbleBytes + 32), 0, 0x4140);
+            zero0 = prmt(__float_as_uint(to_f32<true>(u16(z8))), 0, 0x3232);
+            zero1 = prmt(__float_as_uint(to_f32<true>(u16(z8 >> 16))), 0, 0x3232);
         }
-        add_group(acc, sum + odd, group_scale<GROUP, Codes::SUBNORMAL>(at.scales + slot, at.zeros + slot, gi),
-                  ld_shared_f2(at.xsum + (tile * GROUPS + gi) * 32));
+        wgmma_fence();
+        if (half == 0) wgmma_m64k16(acc[s], zero0, zero1, 0, 0, descriptor<128>(zeros_at));
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            wgmma_m64k16(acc[s], a[b % 2][i][0], a[b % 2][i][1], a[b % 2][i][2], a[b % 2][i][3],
+                         descriptor<512>(units + (half * 2 + i / 2) * NB * 32 + i % 2 * 16));
+        wgmma_commit_group();
     }
-}
-
-// All threads whose sums meet.
-DEVICE void meet() {
-    if constexpr (CLUSTER > 1)
-        barrier_cluster();
-    else
-        __syncthreads();
-}
-DEVICE f32x4 read_f4(u32 at, int rank) {
-    if constexpr (CLUSTER > 1) return ld_cluster_f4(mapa(at, rank));
-    return ld_shared_f4(at);
-}
-DEVICE f32x2 read_f2(u32 at, int rank) {
-    if constexpr (CLUSTER > 1) return ld_cluster_f2(mapa(at, rank));
-    return ld_shared_f2(at);
+    wgmma_wait_group<0>();
 }
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    FU_KERNEL(const u16* __restrict__ x, const u8* __restrict__ weight, const u16* __restrict__ gain,
+extern "C" __global__ void __maxnreg__(FU_REGISTERS)
+    FU_KERNEL(const u8* __restrict__ x, const u8* __restrict__ weight, const void* __restrict__ norm,
               const u16* __restrict__ bias, const u16* __restrict__ residual, u16* __restrict__ y, int m, int ldx,
               int ldr, float eps, float scale) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 smem = cvta_to_shared(shared);
-    const int warp = warp_index(), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int wk = warp % WK, ws = warp / WK;
-    const int rank = CLUSTER > 1 ? int(cluster_ctarank()) : 0, unit = int(blockIdx.x) / CLUSTER;
-    const int tile_begin = TILES * rank / CLUSTER;
-    const int depth = TILES % CLUSTER ? TILES * (rank + 1) / CLUSTER - tile_begin : DEPTH;
-    const int strip_begin = int((long long)STRIPS * unit / UNITS),
-              strip_end = int((long long)STRIPS * (unit + 1) / UNITS);
-    const int chunks = TILES % CLUSTER ? (depth + WK - 1) / WK : CHUNKS;
+    const int warp = warp_index(), lane = threadIdx.x & 31;
+    const int rank = int(blockIdx.x) % CLUSTER, unit_id = int(blockIdx.x) / CLUSTER;  // uniform: no register
+    const Split p = {int(u32(STRIPS * unit_id) / UNITS), int(u32(STRIPS * (unit_id + 1)) / UNITS),
+                     TILES * rank / CLUSTER, TILES * (rank + 1) / CLUSTER};
+    griddepcontrol_launch_dependents();
+    const int wk = warp / W / WN;
 
-    if (LEAD < 0) griddepcontrol_launch_dependents();
-    const int stages = (strip_end - strip_begin + WS - 1) / WS * chunks;
-    auto fill = [&](int slot,
-                    int stage) {  // by lane 0 of one warp; stages: strip group by strip group, chunk by chunk of K
-        const u32 bar = smem + BARS + slot * 16;
-        const int strip = strip_begin + stage / chunks * WS, chunk = stage % chunks;
-        const int bytes = min(WK, depth - chunk * WK) * TILE, count = min(WS, strip_end - strip);
-        const u8* from = weight + ((long long)strip * TILES + tile_begin + chunk * WK) * TILE;
-        const u64 policy = createpolicy_evict_first();
-        mbarrier_arrive_expect_tx(bar, count * bytes);
-        for (int s = 0; s < count; ++s)
-            cp_async_bulk(smem + slot * SLOT + s * WK * TILE, from + (long long)s * TILES * TILE, bytes, bar, policy);
+    // A warp's part: strips `mine` + s * W of a pass, tiles `first` and on of a step, its ring of weights.
+    struct Part {
+        int mine, first;
+        u32 ring, bars;
     };
-    if (warp < SLOTS && elect_sync()) {  // a warp a slot
-        mbarrier_init(smem + BARS + warp * 16, 1);
-        mbarrier_init(smem + BARS + warp * 16 + 8, WARPS);
-        fence_mbarrier_init();
-        fence_proxy_async();
-        if (DELAY > 0) wait_clocks(DELAY);
-        if (warp < stages) fill(warp, warp);
+    auto part_of = [&](int w) {
+        return Part{w / W % WN * S * W + w % W, w / W / WN * CHUNK, smem + w * SLOTS * SLOT,
+                    smem + WBARS + w * SLOTS * 8};
+    };
+    struct Walk {
+        int strip, tile;  // of the pass, of the step
+    };
+    const int rounds = (p.tile_end - p.tile_begin + STEP - 1) / STEP;
+    auto behind = [&](int n) {  // the walk behind n requests
+        const int pass = ONE_PASS ? 0 : n / rounds;
+        return Walk{p.strip_begin + pass * PASS, p.tile_begin + (n - pass * rounds) * STEP};
+    };
+    const u64 policy = createpolicy_evict_first();
+    auto ask = [&](const Part& part, Walk at, int slot) {  // by one lane; into L2 alone when there is no slot
+        if (ONE_PASS ? at.tile >= p.tile_end : at.strip >= p.strip_end) return;
+        const int bytes = min(CHUNK, p.tile_end - at.tile - part.first) * TILE;
+        const int count = bytes > 0 ? min(S, (p.strip_end - at.strip - part.mine + W - 1) / W) : 0;
+        const u8* from = weight + ((long long)(at.strip + part.mine) * TILES + at.tile + part.first) * TILE;
+        const u32 bar = part.bars + slot * 8;
+        if (slot >= 0 && count <= 0) mbarrier_arrive(bar);
+        if (slot >= 0 && count > 0) mbarrier_arrive_expect_tx(bar, count * bytes);
+#pragma unroll
+        for (int s = 0; s < S; ++s, from += (long long)TILES * TILE * W)
+            if (s >= count)
+                break;
+            else if (slot < 0)
+                cp_async_bulk_prefetch_l2(from, bytes);
+            else
+                cp_async_bulk(part.ring + slot * SLOT + s * CHUNK * TILE, from, bytes, bar, policy);
+    };
+    const Part my = part_of(warp);
+    if (warp == WARPS) {
+        if (!PREPARE && lane < XSLOTS) {
+            mbarrier_init(x_full(smem, lane), 1);
+            mbarrier_init(x_empty(smem, lane), WARPS);
+        }
+    } else if (lane < SLOTS) {
+        mbarrier_init(my.bars + lane * 8, 1);
     }
-    if (lane < 8) st_shared_f32(smem + SQUARES + warp * 32 + lane * 4, 0.0f);
-    __syncwarp();
+    fence_mbarrier_init();
+    fence_proxy_async();
+    __syncthreads();
 
-    griddepcontrol_wait();
-    // Each warp brings the tiles of x that it multiplies by; warps of other strips share them.
-#pragma unroll 1
-    for (int i = ws; i < chunks; i += WS) {
-        if (i * WK + wk < depth) load_x(smem, x, m, ldx, i * WK + wk, (tile_begin + i * WK + wk) * 128, lane);
-        if (i == ws) cp_async_commit_group();  // the first tile by itself: work on it hides the latency of the others
+    // x behind more requests than memory needs to be busy would wait for all of them: they leave PACE clocks apart, as
+    // long as x has not come.
+    const u32 began = clock_now();
+    auto paced = [&](const Part& part, int w, int i) {
+        if (PACE > 0)
+            while (clock_now() - began < u32(DELAY + (i * WARPS + w) * PACE) &&
+                   (PREPARE || !mbarrier_test_parity(x_full(smem, 0), 0)));
+        else if (DELAY > 0 && i == 0 && (w == 0 || !PREPARE))
+            wait_clocks(DELAY);
+        ask(part, behind(i), i);
+    };
+    if ((PREPARE ? warp == WARPS : warp < WARPS) && elect_sync()) {
+        if (PREPARE) {
+            for (int i = 0; i < SLOTS; ++i)
+                for (int w = 0; w < WARPS; ++w) paced(part_of(w), w, i);
+            for (int i = 0; i < PREFETCH; ++i)
+                for (int w = 0; w < WARPS; ++w) ask(part_of(w), behind(SLOTS + i), -1);
+        } else {
+            for (int i = 0; i < SLOTS; ++i) paced(my, warp, i);
+            for (int i = 0; i < PREFETCH; ++i) ask(my, behind(SLOTS + i), -1);
+        }
     }
-    cp_async_commit_group();
-    if (!LAZY) {
-        cp_async_wait_group<0>();
+    __syncwarp();
+    Walk walk = behind(SLOTS);
+    auto refill = [&](int slot) {
+        ask(my, walk, slot);
+        walk.tile += STEP;
+        if (!ONE_PASS && walk.tile >= p.tile_end) walk = {walk.strip + PASS, p.tile_begin};
+    };
+
+    if (warp == WARPS) {
+        if (!PREPARE) feed(smem, x, static_cast<const float*>(norm), m, p, lane);
         __syncwarp();
-#pragma unroll 1
-        for (int i = ws; i < chunks; i += WS)
-            if (i * WK + wk < depth) prepare_x(smem, gain, i * WK + wk, (tile_begin + i * WK + wk) * 128, warp, lane);
-    } else {
-        cp_async_wait_group<1>();
+        if (CLUSTER > 1) {
+            barrier_cluster();
+            barrier_cluster();
+        }
+        return;
     }
-    __syncthreads();  // x is there; the barriers are initialised
-    if (LEAD >= 0 && SLOTS + LEAD >= stages) griddepcontrol_launch_dependents();
+
+    if constexpr (PREPARE) {
+        prepare(smem, reinterpret_cast<const u16*>(x), static_cast<const u16*>(norm), m, ldx, p, warp, lane);
+        if (RMS && threadIdx.x < TOKENS) {
+            float sum = 0;
+#pragma unroll
+            for (int i = 0; i < WARPS; ++i) sum += ld_shared_f32(smem + SQUARES + i * 32 + threadIdx.x * 4);
+            st_shared_f32(smem + RSTD + threadIdx.x * 4, rsqrt_approx(sum / K + eps));
+        }
+    }
 
     const Epilogue<N, HALF, FU_BIAS, FU_SWIGLU, FU_RESIDUAL> epilogue = {bias, residual, y, m, ldr, scale};
-    const Operands at = {keep(smem + (ws * WK + wk) * TILE + lane * 16), keep(smem + (ws * WK + wk) * TILE + g * 4),
-                         keep(smem + (ws * WK + wk) * TILE + g * 2), keep(x_at(smem, wk, 0, lane)),
-                         keep(smem + XSUM + wk * GROUPS * 32 + t * 8)};
-    f32x2 rstd = {F::UNIT, F::UNIT};
-    int slot = 0, stage = 0;
-    u32 parity = 0;
-    for (int first = strip_begin; first < strip_end; first += PASS * WS) {
-        bool read = first == strip_begin;  // the sums of the pass before
-        const int count = min(PASS * WS, strip_end - first), last = warp * CLUSTER + rank;  // the strip I finish
-        const auto held = epilogue.fetch(last < count ? first + last : STRIPS, 0, lane);
-        u32 mine = smem + SUMS + warp * SUM + (g * LANES + t) * 16;
-        for (int s = ws; s < count + ws; s += WS, mine += WARPS * SUM) {
-            f32x4 acc = {0, 0, 0, 0};
-            for (int chunk = 0; chunk < chunks; ++chunk) {
-                // The slot of the stage before: refilled by a warp that takes turns.
-                if ((stage - 1) % WARPS == warp && stage - 1 + SLOTS < stages) {
-                    const int before = slot == 0 ? SLOTS - 1 : slot - 1;
-                    mbarrier_wait_parity(smem + BARS + before * 16 + 8, slot == 0 ? parity ^ 1 : parity);
-                    if (elect_sync()) fill(before, stage - 1 + SLOTS);
-                    if (LEAD >= 0 && stage - 1 + SLOTS + LEAD >= stages) griddepcontrol_launch_dependents();
-                    __syncwarp();
+    int slot = 0, xslot = 0;
+    u32 parity = 0, xparity = 0;
+    for (int first = p.strip_begin; first < p.strip_end; first += ONE_PASS ? N : PASS) {
+        const int count = min(PASS, p.strip_end - first);
+        f32x4 acc[S][NB] = {};
+        f32x2 unit[S];
+#pragma unroll
+        for (int s = 0; s < S; ++s) unit[s] = {1.0f, 1.0f};
+        for (int step = p.tile_begin; step < p.tile_end; step += STEP) {
+            mbarrier_wait_parity(my.bars + slot * 8, parity);
+            const int steps = min(CHUNK, p.tile_end - step), tiles = min(CHUNK, p.tile_end - step - my.first);
+#pragma unroll 1
+            for (int i = 0; i < steps; ++i) {
+                if (!PREPARE) mbarrier_wait_parity(x_full(smem, xslot), xparity);
+                if (i < tiles) {
+                    const u32 tile = my.ring + slot * SLOT + i * TILE,
+                              record =
+                                  smem + X +
+                                  (PREPARE ? (step - p.tile_begin + my.first + i) * XTILE : xslot * XSLOT + wk * XTILE);
+                    if constexpr (WGMMA)
+                        multiply_wgmma(acc, unit, tile, record, lane);
+                    else
+                        multiply(acc, unit, tile, record, lane);
                 }
-                ++stage;
-                if (LAZY && first == strip_begin && s == ws && (EVEN || chunk * WK + wk < depth)) {
-                    if (chunk == 1) cp_async_wait_group<0>(), __syncwarp();
-                    prepare_x(smem, gain, chunk * WK + wk, (tile_begin + chunk * WK + wk) * 128, warp, lane);
-                }
-                mbarrier_wait_parity(smem + BARS + slot * 16, parity);
-                if ((EVEN || chunk * WK + wk < depth) && (WS == 1 || s < count))
-                    multiply(acc, at, slot * SLOT, chunk * WK);
+                if (PREPARE) continue;
                 __syncwarp();
-                if (lane == 0) mbarrier_arrive(smem + BARS + slot * 16 + 8);
-                if (++slot == SLOTS) slot = 0, parity ^= 1;
+                if (elect_sync()) mbarrier_arrive(x_empty(smem, xslot));
+                if (++xslot == XSLOTS) xslot = 0, xparity ^= 1;
             }
-            if (!read) meet(), read = true;  // late: a strip group of work hides the reduction
-            if (t < LANES) st_shared_f4(mine, acc);
+            __syncwarp();
+            if (elect_sync()) refill(slot);
+            if (++slot == SLOTS) slot = 0, parity ^= 1;
         }
-        meet();
-        static_assert(PASS * WS <= WARPS * CLUSTER, "a warp finishes one strip of a pass");
-        if (last < count) {
-            if (RMS && first == strip_begin) {
-                f32x2 total = {0, 0};
-                for (int r = 0; r < CLUSTER; ++r)
-#pragma unroll 4
-                    for (int i = 0; i < WARPS; ++i) {
-                        const f32x2 v = read_f2(smem + SQUARES + i * 32 + t * 8, r);
-                        total.x += v.x, total.y += v.y;
-                    }
-                rstd = {F::UNIT * rsqrt_approx(total.x / K + eps), F::UNIT * rsqrt_approx(total.y / K + eps)};
-            }
-            if (t < LANES) {
-                f32x4 v = {0, 0, 0, 0};
-                for (int r = 0; r < CLUSTER; ++r)
-#pragma unroll 4
-                    for (int i = 0; i < WK; ++i)
-                        v = v + read_f4(smem + SUMS + (last * WK + i) * SUM + (g * LANES + t) * 16, r);
-                epilogue(first + last, 0, lane, {v.x * rstd.x, v.y * rstd.y, v.z * rstd.x, v.w * rstd.y}, held);
-            }
+        griddepcontrol_wait();  // before what others wrote is read, and what they read is written
+#pragma unroll
+        for (int s = 0; s < S; ++s) {
+            const float u0 = unit[s].x * F::UNIT, u1 = unit[s].y * F::UNIT;
+#pragma unroll
+            for (int nb = 0; nb < NB; ++nb)
+                acc[s][nb] = {acc[s][nb].x * u0, acc[s][nb].y * u0, acc[s][nb].z * u1, acc[s][nb].w * u1};
+        }
+        if constexpr (DIRECT) {
+            if (PREPARE && RMS) bar_sync<CONSUMERS>(1);  // rstd
+#pragma unroll
+            for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+                for (int s = 0; s < S; ++s)
+                    if (my.mine + s * W < count)
+                        epilogue(first + my.mine + s * W, nb * 8, lane,
+                                 times_rstd<RMS>(acc[s][nb], smem + RSTD, nb * 8 + 2 * (lane & 3)),
+                                 epilogue.fetch(first + my.mine + s * W, nb * 8, lane));
+        } else {
+            bar_sync<CONSUMERS>(1);  // the rings are read, or the sums of the pass before
+#pragma unroll
+            for (int s = 0; s < S; ++s)
+#pragma unroll
+                for (int nb = 0; nb < NB; ++nb)
+                    st_shared_f4(smem + SUMS + (((wk * PASS + my.mine + s * W) * NB + nb) * 32 + lane) * 16,
+                                 acc[s][nb]);
+            finish_parts<CLUSTER, WK, PASS, NB, WARPS, RMS>(smem + SUMS, smem + RSTD, first, count, warp, rank, lane,
+                                                            epilogue);
         }
     }
     if (CLUSTER > 1) barrier_cluster();  // nobody leaves while its shared memory is being read

@@ -32,6 +32,12 @@ DEVICE void wait_clocks(u32 clocks) {
     } while (now - start < clocks);
 }
 
+DEVICE u32 clock_now() {
+    u32 now;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory");
+    return now;
+}
+
 // True in one lane of a converged warp. Behind it, bulk copies whose operands are the same in the whole warp (see
 // warp_index) are one instruction each; behind a comparison of lanes the compiler loops over lanes, 15 instructions.
 DEVICE bool elect_sync() {
@@ -62,9 +68,24 @@ DEVICE void mbarrier_wait_parity(u32 bar, u32 parity) {
         : "memory");
 }
 
+// Whether that phase has ended.
+DEVICE bool mbarrier_test_parity(u32 bar, u32 parity) {
+    u32 ended;
+    asm volatile("{\n .reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(ended)
+                 : "r"(bar), "r"(parity)
+                 : "memory");
+    return ended;
+}
+
 DEVICE u64 createpolicy_evict_first() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+DEVICE u64 createpolicy_evict_normal() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 // `bytes` and both addresses are multiples of 16; completes on the mbarrier's transaction count.

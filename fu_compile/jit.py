@@ -454,12 +454,14 @@ def kernels_of(config: Any, tokens: Iterable[int] = (1, 8, 32), group: int = 128
     linears = linears_of(config)
     tokens = list(tokens)
     bounds = sorted({next((b for b in int4.TOKENS if t <= b), int4.TOKENS[-1]) for t in tokens})
-    norms = [int4.norm_kernel(config.hidden_size, 1, half, not half)] if max(bounds) > int4.FEW_TOKENS else []
-    return [
-        int4.kernel(n, k, group, bound, half, prologue, epilogue, int4.SMS, prologue == "rms" and not half)
+    kernels = [
+        (int4.kernel(n, k, group, bound, half, prologue, epilogue, int4.SMS, gain), gain)
         for bound in bounds
         for n, k, prologue, epilogue in linears
-    ] + [*norms, *attention.kernels_of(config, sorted(set(tokens)), half=half)]
+        for gain in (prologue == "rms" and not half,)
+    ]
+    before = [first for kernel, gain in kernels if (first := int4.arrange_kernel(kernel, gain)) is not None]
+    return [kernel for kernel, _ in kernels] + [*before, *attention.kernels_of(config, sorted(set(tokens)), half=half)]
 
 
 def most_tokens() -> int:

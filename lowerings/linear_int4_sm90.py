@@ -1,8 +1,8 @@
 """``linear_int4`` on Hopper, 1 to 64 tokens.
 
-``choose`` turns a shape into a kernel (SOURCES: one for 1 and 2 tokens, few to 4, many to 32; more run 32 at a time)
-and a configuration (blocks, cluster, warps, rings) by counting bytes; ``TUNED`` holds what a measurement in a whole
-layer said instead. A norm before more than four tokens is a kernel of its own, ``rms_rows_sm90.cu``.
+``choose`` turns a shape into a kernel (SOURCES) and a configuration (blocks, cluster, warps, rings) by counting bytes
+and instructions; ``TUNED`` holds what a measurement in a whole layer said instead. More than 32 tokens run 32 at a
+time. Above PREPARED tokens a kernel of its own, ``arrange_rows_sm90.cu``, puts x in order once for all blocks.
 """
 
 from __future__ import annotations
@@ -20,25 +20,15 @@ from torch import Tensor
 from fu_compile import jit
 from fu_compile.formats import GROUPS, TILE_K, TILE_N, int4_bytes, int4_tile_bytes
 
-MANY_WARPS = 11
-"""Most warps of a many block that multiply, with 80 registers a thread; one more feeds them x."""
-MANY_WARPS_FEW = 7
-"""With 112 registers."""
-FEW_TOKENS = 4
-"""Most tokens whose norm every block takes by itself."""
-FEW_WARPS = 16
-"""Warps of a few block, with 64 registers."""
+WARPS = 16
+"""Most warps of a block that multiply; in the kernel for floats one more brings weights or x."""
+SMEM_ALONE = 229_376
+"""Shared memory of the one block of a multiprocessor: what is left is for blocks of arrange_rows."""
+PREPARED = 8
+"""Most tokens whose x every block puts in order by itself."""
 TOKENS = (1, 2, 4, 8, 16, 32)
 """Kernels are compiled for at most this many tokens; the call's own number is a parameter."""
-SOURCES = {
-    "one": "linear_int4_one_sm90.cu",
-    "few": "linear_int4_sm90.cu",
-    "many": "linear_int4_many_sm90.cu",
-    "wgmma": "linear_int4_wgmma_sm90.cu",
-}
-NORMED = ("many", "wgmma")
-"""Before these the norm is a launch of its own, which multiplies by the gain."""
-_NORMED_SOURCES = frozenset(SOURCES[kind] for kind in NORMED)
+SOURCES = {"integer": "linear_int4_one_sm90.cu", "float": "linear_int4_sm90.cu"}
 
 
 @dataclass(frozen=True)
@@ -53,77 +43,73 @@ class Config:
     cluster: int
     """blocks that split K"""
     strips: int
-    """strips of 16 rows: one, many: of a warp at a time; few: (groups of them) between two reductions"""
+    """strips of 16 rows of a warp at a time"""
     slots: int
-    """stages of the ring of weights"""
-    warps_k: int = 1
+    """stages of a warp's ring of weights"""
+    warps_n: int
+    """warps along the rows; with wgmma warpgroups, as warps_k"""
+    warps_k: int
     """warps along K"""
+    chunk: int = 1
+    """most tiles of a strip in a stage"""
     delay: int = 700
     """clocks between a block's start and its first request for weights"""
+    pace: int = 0
+    """clocks between two warps' first requests for weights"""
     prefetch: int = 0
-    """one, many: stages beyond the ring that are asked into L2 before the grid before has ended"""
-    warps: int = 16
-    """one: of a block"""
-    chunk: int = 1
-    """one, many: most tiles of a strip in a slot"""
-    warps_n: int = 1
-    """many: consumer warps along the rows; wgmma: warpgroups, as warps_k is there"""
+    """stages beyond the ring that are asked into L2 before the grid before has ended"""
     batch: int = 1
-    """one: tiles of x that a warp prepares side by side"""
+    """integer: tiles of x that a warp prepares side by side"""
+    blocks: int = 2
+    """float: that fit a multiprocessor; 1 or 2"""
+    prepare: bool = False
+    """float: every block puts its x in order by itself, which is no launch more"""
+    wgmma: bool = False
+    """float: four warps multiply together, x is read from shared memory by the tensor cores"""
     xslots: int = 0
-    """many: stages of the ring of x"""
+    """float, not prepare: stages of the ring of x"""
+
+    @property
+    def warps(self) -> int:
+        """Of a block, that multiply."""
+        return self.warps_n * self.warps_k * (4 if self.wgmma else 1)
 
     @property
     def threads(self) -> int:
         """Of a block."""
-        warps = {"one": self.warps, "few": FEW_WARPS, "many": self.warps_n * self.warps_k + 1}
-        warps["wgmma"] = 4 * (self.warps_n * self.warps_k + 1)
-        return warps[self.kind] * 32
+        return 32 * (self.warps + (self.kind == "float"))
 
     @property
-    def per_pass(self) -> int:
-        """one: strips of a cluster between two reductions."""
-        return self.warps // self.warps_k * self.strips
+    def registers(self) -> int:
+        """float: of a thread, beside one warp of arrange_rows on each of the four register files."""
+        return min(232, (16384 - 1024) // (32 * ceil_div(self.threads, 128) * self.blocks) // 8 * 8)
+
+    @property
+    def limit(self) -> int:
+        """Most bytes of shared memory."""
+        return SMEM if self.blocks == 2 else SMEM_ALONE
+
+    def record(self, groups: int) -> int:
+        """float: bytes of x in 128 columns and what goes with them (arrange_rows_sm90.cu, or prepare in the kernel)."""
+        if self.prepare:
+            return 4 * (self.tokens * 64 + 64)
+        return self.tokens * (256 + (16 if self.wgmma else groups * 4))
 
     def smem(self, n: int, k: int, group: int) -> int:
         """Bytes of shared memory: the sum at the top of each kernel."""
-        return getattr(self, f"_smem_{self.kind}")(n, k, int4_tile_bytes(group), TILE_K // group)
-
-    def _smem_one(self, n: int, k: int, tile: int, groups: int) -> int:
+        tile, groups, warps = int4_tile_bytes(group), TILE_K // group, self.warps
         depth = ceil_div(ceil_div(k, TILE_K), self.cluster)
-        ring = ceil_div(self.warps * self.slots * self.strips * self.chunk * tile, 128) * 128
-        x_tile = 768 if self.tokens == 2 else 512 if depth <= 64 else 384
-        return (
-            ring
-            + depth * (x_tile + groups * 32)
-            + 384 * self.warps_k * self.per_pass
-            + 8 * self.warps * (1 + self.slots)
-        )
-
-    def _smem_few(self, n: int, k: int, tile: int, groups: int) -> int:
-        depth = ceil_div(ceil_div(k, TILE_K), self.cluster)
-        tiles = ceil_div(depth, self.warps_k) * self.warps_k
-        sums = self.strips * FEW_WARPS * 128 * max(1, self.tokens // 2)
-        slots = self.slots * (FEW_WARPS * tile + 16)
-        return slots + tiles * (self.tokens * 256 + groups * 32) + sums + FEW_WARPS * 32
-
-    def _smem_many(self, n: int, k: int, tile: int, groups: int) -> int:
-        warps, step = self.warps_n * self.warps_k, self.warps_k * self.chunk
-        weights = ceil_div(warps * self.slots * self.strips * self.chunk * tile, 128) * 128
-        x = self.xslots * self.tokens * (step * 256 + 64 + (step * groups * 4 if self.tokens > 16 else 0))
-        sums = 0 if self.cluster * self.warps_k == 1 else warps * self.strips * self.tokens * 64
-        one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= self.warps_n * self.strips
-        rings = max(weights + x, sums) if one_pass else weights + x + sums
-        return rings + self.tokens * 4 + self.xslots * 24 + warps * self.slots * 8
-
-    def _smem_wgmma(self, n: int, k: int, tile: int, groups: int) -> int:
-        warps, step, parts = 4 * self.warps_n * self.warps_k, self.warps_k * self.chunk, 32 // self.tokens
-        weights = ceil_div(warps * self.slots * self.strips * self.chunk * tile, 128) * 128
-        x = self.xslots * (step * self.tokens * 256 + ceil_div(step * parts * self.tokens * 4, 128) * 128)
-        sums = 0 if self.cluster * self.warps_k == 1 else warps * self.strips * self.tokens * 64
-        one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= self.warps_n * self.strips * 4
-        rings = max(weights + x, sums) if one_pass else weights + x + sums
-        return rings + self.tokens * 4 + self.xslots * 16 + warps * self.slots * 8
+        ring = ceil_div(warps * self.slots * self.strips * self.chunk * tile, 128) * 128
+        if self.kind == "integer":
+            x_tile = 768 if self.tokens == 2 else 512 if depth <= 64 else 384
+            sums = 384 * self.warps_k * self.warps_n * self.strips
+            return ring + depth * (x_tile + groups * 32) + sums + 8 * warps * (1 + self.slots)
+        x = (depth if self.prepare else self.xslots * self.warps_k) * self.record(groups)
+        sums = 0 if self.cluster * self.warps_k == 1 else warps * self.strips * max(8, self.tokens) * 64
+        one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= warps // self.warps_k * self.strips
+        rings = max(ring + x, sums) if one_pass else ring + x + sums
+        bars = warps * 32 if self.prepare else self.xslots * 16
+        return rings + max(8, self.tokens) * 4 + bars + warps * self.slots * 8
 
 
 def _units(cluster: int, strips: int, sms: int) -> int:
@@ -132,28 +118,7 @@ def _units(cluster: int, strips: int, sms: int) -> int:
     return max(1, min(sms // cluster if cluster <= 2 else sms // cluster - 2, strips))
 
 
-def _few(n: int, k: int, group: int, tokens: int, sms: int, cluster: int, warps_k: int | None = None) -> Config | None:
-    strips, tiles = ceil_div(n, TILE_N), ceil_div(k, TILE_K)
-    if tiles < cluster:
-        return None
-    units, depth = _units(cluster, strips, sms), ceil_div(tiles, cluster)
-    share = ceil_div(strips, units)
-    if warps_k is None:  # the split that leaves the fewest warps without a tile or a strip, the deepest of them
-
-        def work(wk: int) -> int:
-            return ceil_div(depth, wk) * ceil_div(share, FEW_WARPS // wk)
-
-        warps_k = min((16, 8, 4, 2, 1), key=work)
-    groups = ceil_div(share, FEW_WARPS // warps_k)
-    most = min(max(1, 4 // max(1, tokens // 2)), warps_k * cluster)  # a warp finishes one strip of a pass
-    per_pass = ceil_div(groups, ceil_div(groups, most))
-    config = Config("few", tokens, units * cluster, cluster, per_pass, 0, warps_k=warps_k)
-    slots = (SMEM - config.smem(n, k, group)) // (FEW_WARPS * int4_tile_bytes(group) + 16)
-    slots = min(slots, 6, groups * ceil_div(depth, warps_k))
-    return replace(config, slots=slots) if slots > 0 else None
-
-
-def one(
+def integer(
     n: int,
     k: int,
     group: int,
@@ -171,26 +136,26 @@ def one(
         return None
     chunk = min(chunk, ceil_div(ceil_div(tiles, cluster), warps_k))
     units = _units(cluster, ceil_div(n, TILE_N), sms)
-    config = Config("one", tokens, units * cluster, cluster, strips, 0, warps_k, warps=warps, chunk=chunk)
-    each = ceil_div(ceil_div(ceil_div(n, TILE_N), units), config.per_pass)
+    config = Config("integer", tokens, units * cluster, cluster, strips, 0, warps // warps_k, warps_k, chunk)
+    each = ceil_div(ceil_div(ceil_div(n, TILE_N), units), config.warps_n * strips)
     each *= ceil_div(ceil_div(ceil_div(tiles, cluster), warps_k), chunk)
     slots = (SMEM - 128 - config.smem(n, k, group)) // (warps * (strips * chunk * int4_tile_bytes(group) + 8))
     return replace(config, slots=min(slots, each, 16)) if slots >= min(2, each) else None
 
 
-def _one(n: int, k: int, group: int, tokens: int, sms: int) -> Config:
+def _integer(n: int, k: int, group: int, tokens: int, sms: int) -> Config:
     """Warps along K as long as that leaves a strip for every warp, the ring in chunks of two tiles where they fit."""
     share = max(1.0, ceil_div(n, TILE_N) / sms)
     for cluster, warps_k, chunk in itertools.product((1, 2, 4, 8), (4, 8, 16), (2, 1)):
         if 16 // warps_k > share * cluster and warps_k < 16:
             continue
-        found = one(n, k, group, tokens, sms, cluster, 16, warps_k, 1, chunk)
+        found = integer(n, k, group, tokens, sms, cluster, 16, warps_k, 1, chunk)
         if found is not None:
             return found
     raise AssertionError(f"no configuration for {n} x {k}, {tokens} tokens")
 
 
-def many(
+def floats(
     n: int,
     k: int,
     group: int,
@@ -201,98 +166,93 @@ def many(
     warps_k: int,
     strips: int,
     chunk: int,
-    xslots: int,
+    blocks: int,
+    xslots: int = 0,
+    prepare: bool = False,
+    wgmma: bool = False,
+    half: bool = False,
 ) -> Config | None:
-    """A configuration of the kernel for many tokens with as deep a ring of weights as fits, or none without two stages,
-    or when a warp's sums do not fit its registers."""
+    """A configuration in floats with as deep a ring of weights as fits, or none without two stages, or when a warp's
+    sums do not fit its registers."""
     depth = ceil_div(ceil_div(k, TILE_K), cluster)
-    warps, sums = warps_n * warps_k, strips * tokens // 8  # of 16 x 8, twice: of a group and of all
-    if depth < warps_k * chunk or warps > MANY_WARPS or sums > (8 if warps <= MANY_WARPS_FEW else 2):
-        return None
     units = _units(cluster, ceil_div(n, TILE_N), sms)
-    passes = ceil_div(ceil_div(ceil_div(n, TILE_N), units), warps_n * strips)
-    if cluster > 1 and passes > 1:
+    config = Config(
+        "float", tokens, units * cluster, cluster, strips, 1, warps_n, warps_k, chunk,
+        blocks=blocks, prepare=prepare, wgmma=wgmma,
+    )  # fmt: skip
+    passes = ceil_div(ceil_div(ceil_div(n, TILE_N), units), config.warps // warps_k * strips)
+    if depth < warps_k * chunk or config.warps > WARPS or (cluster > 1 and passes > 1):
+        return None
+    # sums; operands of two vectors of weights, or x and words of every strip; the rest
+    rest = 24 + 36 * (group < TILE_K) + 12 * half  # what did not spill
+    registers = strips * tokens // 2 + (72 if wgmma else tokens // 2 + 8 * strips + rest)
+    if prepare:  # every lane has some of x at once
+        registers = max(registers, 4 * tokens * ceil_div(depth * 16, 32 * config.warps) + 24)
+    if registers > config.registers:
         return None
     steps = passes * ceil_div(depth, warps_k * chunk)
-    config = Config(
-        "many", tokens, units * cluster, cluster, strips, 1, warps_k, chunk=chunk, warps_n=warps_n,
-        xslots=min(xslots, steps),
-    )  # fmt: skip
-    stage = warps_n * warps_k * (strips * chunk * int4_tile_bytes(group) + 8)
-    slots = min(steps, 16, (SMEM - 256 - config.smem(n, k, group)) // stage + 1)
+    config = replace(config, xslots=0 if prepare else min(xslots, steps * chunk))
+    stage = config.warps * (strips * chunk * int4_tile_bytes(group) + 8)
+    slots = min(steps, 16, (config.limit - 256 - config.smem(n, k, group)) // stage + 1)
     return replace(config, slots=slots) if slots >= min(2, steps) else None
 
 
-def many_configs(n: int, k: int, group: int, tokens: int, sms: int) -> list[Config]:
-    """Every division of the work over warps that wastes little, cheapest first by :func:`_cost`."""
-    found: dict[Config, float] = {}
-    for cluster, strips, warps_n, chunk in itertools.product(
-        (1, 2, 4), (1, 2, 3, 4, 7), range(1, MANY_WARPS + 1), (1, 2, 4)
-    ):
-        for warps_k in range(1, MANY_WARPS // warps_n + 1):
-            c = many(n, k, group, tokens, sms, cluster, warps_n, warps_k, strips, chunk, 4)
-            c = c or many(n, k, group, tokens, sms, cluster, warps_n, warps_k, strips, chunk, 2)
-            if c is not None and c.smem(n, k, group) <= SMEM:
-                found[c] = _cost(c, n, k)
-    return sorted(found, key=lambda c: found[c])
-
-
-def wgmma_configs(n: int, k: int, group: int, tokens: int, sms: int) -> list[Config]:
-    """For ``--tune``: of the kernel on wgmma, which TUNED alone chooses. Cheapest first: strips that stand empty,
-    passes over x."""
-    found = []
-    strips, tiles = ceil_div(n, TILE_N), ceil_div(k, TILE_K)
-    shapes = itertools.product((1, 2, 4), ((1, 1), (1, 2), (2, 1)), (1, 2), (1, 2, 4), (3, 2))
-    for cluster, (warps_n, warps_k), each, chunk, xslots in shapes if group == TILE_K and tokens >= 8 else ():
-        depth, units = ceil_div(tiles, cluster), _units(cluster, strips, sms)
-        rows = warps_n * each * 4
-        passes = ceil_div(ceil_div(strips, units), rows)
-        if depth < warps_k * chunk or (cluster > 1 and passes > 1):
-            continue
-        config = Config(
-            "wgmma", tokens, units * cluster, cluster, each, 1, warps_k, chunk=chunk, warps_n=warps_n, xslots=xslots
-        )
-        stage = rows * warps_k * chunk * int4_tile_bytes(group) + 32 * warps_n * warps_k
-        slots = min(16, passes * ceil_div(depth, warps_k * chunk), (SMEM - 128 - config.smem(n, k, group)) // stage + 1)
-        if slots >= 2:
-            empty = passes * rows * units / strips
-            found.append((empty + 0.2 * passes - 0.1 * warps_n * warps_k, replace(config, slots=slots)))
-    return [config for _, config in sorted(found, key=lambda f: f[0])]
+def configs(n: int, k: int, group: int, tokens: int, sms: int, half: bool = False, norm: bool = True) -> list[Config]:
+    """Every division of the work in floats that wastes little, cheapest first by :func:`_cost`."""
+    found: list[Config | None] = []
+    wgmma = (False, True) if group == TILE_K and not half else (False,)
+    rings = list(itertools.product((6, 4, 3, 2), (False,), wgmma))  # xslots, prepare, wgmma
+    divisions = [(a, b) for a in range(1, WARPS + 1) for b in range(1, WARPS // a + 1)]
+    # Clusters of four do not fit GPCs whose multiprocessors are no multiple of four: two waves.
+    others = list(itertools.product((1, 2), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2)))
+    for (warps_n, warps_k), (cluster, strips, chunk, blocks) in itertools.product(divisions, others):
+        division = (n, k, group, tokens, sms, cluster, warps_n, warps_k, strips, chunk, blocks)
+        if tokens <= PREPARED and (cluster == 1 or not norm):
+            found.append(floats(*division, prepare=True, half=half))
+        if tokens >= 8:
+            found += [floats(*division, *ring, half=half) for ring in rings]
+    return sorted({c for c in found if c is not None}, key=lambda c: (_cost(c, n, k), repr(c)))
 
 
 def _cost(config: Config, n: int, k: int) -> float:
-    """Of a block of a many kernel, in bytes of memory: weights, with the time that warps without a strip or a tile
-    stand still; x, from L2 and, once for each warp along the rows, from shared memory; sums."""
-    units, tiles = config.grid // config.cluster, ceil_div(k, TILE_K)
-    share, rows = ceil_div(ceil_div(n, TILE_N), units), config.warps_n * config.strips
-    passes, step = ceil_div(share, rows), config.warps_k * config.chunk
-    steps = ceil_div(ceil_div(tiles, config.cluster), step)
-    busy = passes * rows * steps * step * MANY_WARPS / (config.warps_n * config.warps_k)
-    x = passes * steps * step * TILE_K * config.tokens * 2
-    sums = config.warps_k * share * TILE_N * config.tokens * 4 if config.cluster * config.warps_k > 1 else 0
-    return (
-        busy * TILE_N * TILE_K * 0.53 + (0.8 + 0.3 * config.warps_n) * x + sums * config.cluster + passes * steps * 4000
-    )
+    """Microseconds, roughly."""
+    units, strips, tiles = config.grid // config.cluster, ceil_div(n, TILE_N), ceil_div(k, TILE_K)
+    warps, step = config.warps, config.warps_k * config.chunk
+    rows, depth = warps // config.warps_k * config.strips, ceil_div(tiles, config.cluster)
+    passes, steps = ceil_div(ceil_div(strips, units), rows), ceil_div(depth, step)
+    weights, x = strips * tiles * 1072, config.grid * passes * depth * TILE_K * config.tokens * 2
+    # tiles of the busiest warp; cycles of its quarter of a multiprocessor: issue or tensor cores
+    each = passes * config.strips * steps * config.chunk
+    slots = 110 + config.tokens / 2 + 24 / config.chunk if config.wgmma else max(110, 7 * config.tokens)
+    work = each * slots * ceil_div(warps, 4) / 1.9e3 * (1 + 8 / warps)
+    flight = warps * (config.slots - 1) * config.strips * config.chunk * 1072
+    memory = max(weights / 4.3e6, (weights + x) / 6e6) * (1 + max(0, 100_000 - flight) / 200_000)
+    sums = config.warps_k * rows * config.tokens * 64 if config.cluster * config.warps_k > 1 else 0
+    both = max(memory, work) + 0.3 * min(memory, work) + passes * steps * config.chunk * 0.02
+    launches = 0 if config.prepare else 3.5
+    ends = passes * (sums * 1e-5 + (config.cluster > 1))
+    return both - 0.2 * min(config.chunk, 3) + ends + launches + (config.blocks == 2)
 
 
 TUNED: dict[tuple[int, int, int], Config] = {key: Config(**values) for key, values in tuned_int4_sm90.TUNED.items()}
-"""(n, k, tokens) -> what was fastest in a whole layer on 132 multiprocessors, group 128."""
+"""(n, k, tokens) -> what was fastest in a whole layer on 132 multiprocessors, group 128, bfloat16."""
 
 
 @functools.cache
-def choose(n: int, k: int, group: int, tokens: int, sms: int = SMS) -> Config:
-    """The configuration for an [n, k] weight and at most ``tokens`` tokens on ``sms`` multiprocessors."""
+def choose(n: int, k: int, group: int, tokens: int, sms: int = SMS, half: bool = False, norm: bool = True) -> Config:
+    """The configuration for an [n, k] weight and at most ``tokens`` tokens on ``sms`` multiprocessors.
+
+    Args:
+        half: float16 activations.
+        norm: the linear has a norm before it.
+    """
     bound = next(t for t in TOKENS if tokens <= t)
-    if sms == SMS and group == 128 and (n, k, bound) in TUNED:
+    if sms == SMS and group == 128 and not half and (n, k, bound) in TUNED:
         return TUNED[n, k, bound]
     if bound <= 2:
-        return _one(n, k, group, bound, sms)
-    if bound > FEW_TOKENS:
-        return many_configs(n, k, group, bound, sms)[0]
-    few = [c for cluster in (1, 2, 4, 8) if (c := _few(n, k, group, bound, sms, cluster)) is not None]
-    # The fewest blocks that split K with which four stages, or all there are, fit beside x.
-    deep = [c for c in few if c.slots >= min(4, ceil_div(ceil_div(k, TILE_K), c.cluster * c.warps_k))]
-    return deep[0] if deep else max(few, key=lambda c: c.slots)
+        return _integer(n, k, group, bound, sms)
+    found = configs(n, k, group, bound, sms, half, norm) or configs(n, k, group, 8, sms, half, norm)
+    return found[0]
 
 
 def kernel_of(
@@ -301,18 +261,14 @@ def kernel_of(
     """The kernel of one configuration."""
     smem = config.smem(n, k, group)
     constants = {"N": n, "K": k, "GROUP": group, "TOKENS": config.tokens}
-    constants |= {"GRID": config.grid, "CLUSTER": config.cluster}
-    if config.kind == "one":
-        constants |= {"WARPS": config.warps, "WK": config.warps_k, "S": config.strips, "CHUNK": config.chunk}
-        constants |= {"BATCH": config.batch}
-    elif config.kind in NORMED:
-        constants |= {"WN": config.warps_n, "WK": config.warps_k, "S": config.strips, "CHUNK": config.chunk}
-        constants |= {"XSLOTS": config.xslots}
+    constants |= {"GRID": config.grid, "CLUSTER": config.cluster, "WN": config.warps_n, "WK": config.warps_k}
+    constants |= {"S": config.strips, "CHUNK": config.chunk, "SLOTS": config.slots}
+    constants |= {"DELAY": config.delay, "PACE": config.pace, "PREFETCH": config.prefetch, "SMEM": smem}
+    if config.kind == "integer":
+        constants |= {"BATCH": config.batch, "GAIN": int(gain)}
     else:
-        constants |= {"WK": config.warps_k, "PASS": config.strips, "LEAD": -1}
-    constants |= {"SLOTS": config.slots, "DELAY": config.delay, "PREFETCH": config.prefetch, "SMEM": smem}
-    if config.kind not in NORMED:
-        constants |= {"GAIN": int(gain)}
+        constants |= {"XSLOTS": config.xslots, "REGISTERS": config.registers, "WG": int(config.wgmma)}
+        constants |= {"PREPARE": int(config.prepare), "GAIN": int(gain and config.prepare)}
     constants |= common.flags(half, prologue, epilogue)
     shape = jit.Shape(config.grid, config.threads, smem, config.cluster)
     return jit.Kernel(SOURCES[config.kind], constants, "p" + common.SIGNATURE, shape)
@@ -331,27 +287,51 @@ def kernel(
 def _kernel(
     n: int, k: int, group: int, tokens: int, half: bool, prologue: str, epilogue: str, sms: int, gain: bool
 ) -> jit.Kernel:
-    return kernel_of(choose(n, k, group, tokens, sms), n, k, group, half, prologue, epilogue, gain)
+    config = choose(n, k, group, tokens, sms, half, prologue == "rms")
+    return kernel_of(config, n, k, group, half, prologue, epilogue, gain)
+
+
+def arrange_kernel(kernel: jit.Kernel, gain: bool) -> jit.Kernel | None:
+    """What runs before a kernel of this module, with a gain or without: one block for each token and part of its row;
+    none before those that read x as it is."""
+    if kernel.constants.get("PREPARE") != 0:
+        return None
+    names = ("K", "GROUP", "TOKENS", "HALF", "RMS", "WG")
+    return _arrange_kernel(*(kernel.constants[name] for name in names), gain)
 
 
 @functools.cache
-def norm_kernel(k: int, rows: int, half: bool, gain: bool) -> jit.Kernel:
-    """What runs before a many kernel with a norm."""
-    constants = {"K": k, "HALF": int(half), "GAIN": int(gain)}
-    return jit.Kernel("rms_rows_sm90.cu", constants, "ppppif", jit.Shape(rows, 128, 0))
+def _arrange_kernel(k: int, group: int, tokens: int, half: int, rms: int, wg: int, gain: bool) -> jit.Kernel:
+    parts = 1 if rms else ceil_div(ceil_div(k, TILE_K) * 16, 512)
+    constants = {"K": k, "GROUP": group, "TOKENS": tokens, "PARTS": parts, "HALF": half, "RMS": rms, "WG": wg}
+    shape = jit.Shape(tokens * parts, 128, 0)
+    return jit.Kernel("arrange_rows_sm90.cu", constants | {"GAIN": int(gain)}, "ppppif", shape)
 
 
-def _normalise(x: Tensor, k: int, gain: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """x [..., K] times the gain, and the reciprocal root mean square of its rows, float32 [M]."""
-    rows = x.numel() // k
-    y = x if gain is None else x.new_empty(x.shape)
+def _arrange(
+    kernel: jit.Kernel, x: Tensor, k: int, prologue: str, gain: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """x [M, K] as arrange_rows_sm90.cu says (bytes), and rstd, float32 [M], with a norm."""
+    run = arrange_kernel(kernel, gain is not None)
+    assert run is not None
+    rows, c = x.numel() // k, run.constants
     x, ldx = common.rows(x, k)
-    rstd = x.new_empty(rows, dtype=torch.float32)
-    device, pointer = x.device.index, None if gain is None else gain.data_ptr()
-    stream = torch.cuda.current_stream(device).cuda_stream
-    run = norm_kernel(k, rows, x.dtype == torch.float16, gain is not None)
-    run(device, stream, x.data_ptr(), pointer, y.data_ptr(), rstd.data_ptr(), ldx, eps)
-    return y, rstd
+    record = c["TOKENS"] * (256 + (16 if c["WG"] else TILE_K // c["GROUP"] * 4))
+    records = x.new_empty(ceil_div(k, TILE_K) * record, dtype=torch.uint8)
+    rstd = x.new_empty(rows, dtype=torch.float32) if prologue else None
+    device = x.device.index
+    run(
+        device,
+        torch.cuda.current_stream(device).cuda_stream,
+        x.data_ptr(),
+        None if gain is None else gain.data_ptr(),
+        records.data_ptr(),
+        None if rstd is None else rstd.data_ptr(),
+        ldx,
+        eps,
+        grid=rows * c["PARTS"],
+    )
+    return records, rstd
 
 
 def accepts(
@@ -420,8 +400,10 @@ def launch_with(
     gain: Tensor | None,
     y: Tensor | None = None,
 ) -> Tensor:
-    """One kernel of :func:`kernel_of`; before one of the kinds in NORMED, the norm."""
+    """One kernel of :func:`kernel_of`, behind the one that puts x in order if it needs that."""
     norm = gain
-    if kernel.source in _NORMED_SOURCES:
-        x, norm = _normalise(x, k, gain, eps) if prologue == "rms" else (x, None)
+    if kernel.constants.get("PREPARE") == 0:
+        if y is None:
+            y = x.new_empty((*x.shape[:-1], n // 2 if "swiglu" in epilogue else n))
+        x, norm = _arrange(kernel, x, k, prologue, gain, eps)
     return common.launch(kernel, x, packed, n, k, bias, residual, eps, scale, epilogue, y, (norm,))

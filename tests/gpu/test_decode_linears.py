@@ -58,14 +58,29 @@ def test_int4_groups_and_float16(lin, group, dtype):
         assert bench.check_one(lin, tokens, group, dtype) <= ROUNDINGS
 
 
-@pytest.mark.parametrize("lin", [s for s in SHAPES if s.k % 8 == 0 and s.n > 16], ids=identity)
-@pytest.mark.parametrize("tokens", [5, 8, 16, 27, 32])
-def test_wgmma(lin, tokens):
-    """No configuration is chosen without a measurement: all kinds of division, on every shape."""
+def divisions(tokens: int) -> list:
+    """Every shape with the first configuration of each cluster, number of blocks, prepared x, wgmma and depth of a
+    stage: most are chosen by no shape of these tests."""
+    found = []
     bound = next(b for b in int4.TOKENS if tokens <= b)
-    configs = int4.wgmma_configs(lin.n, lin.k, 128, bound, 132)
-    for config in configs[:: max(1, len(configs) // 4)]:
-        assert bench.check_one(lin, tokens, 128, torch.bfloat16, config) <= ROUNDINGS, config
+    for lin in SHAPES:
+        kinds = {}
+        for c in int4.configs(lin.n, lin.k, 128, bound, 132, norm=bool(lin.prologue)):
+            kinds.setdefault((c.cluster, c.blocks, c.prepare, c.wgmma, min(c.chunk, 2)), (lin, c))
+        found += kinds.values()
+    return found
+
+
+@pytest.mark.parametrize("tokens", [3, 5, 8, 27, 32])
+def test_every_kind_of_division(tokens):
+    cases = divisions(tokens)
+    kernels = [
+        int4.kernel_of(c, s.n, s.k, 128, False, s.prologue, s.epilogue, bench.takes_gain(s, torch.bfloat16))
+        for s, c in cases
+    ]
+    jit.warmup(kernels, progress=False)
+    for lin, c in cases:
+        assert bench.check_one(lin, tokens, 128, torch.bfloat16, c) <= ROUNDINGS, (lin, c)
 
 
 @pytest.mark.parametrize("lin", bench.linears("70b"), ids=identity)
