@@ -60,8 +60,6 @@ class Config:
     """stages beyond the ring that are asked into L2 before the grid before has ended"""
     batch: int = 1
     """integer: tiles of x that a warp prepares side by side"""
-    blocks: int = 2
-    """float: that fit a multiprocessor; 1 or 2"""
     prepare: bool = False
     """float: every block puts its x in order by itself, which is no launch more"""
     wgmma: bool = False
@@ -82,12 +80,12 @@ class Config:
     @property
     def registers(self) -> int:
         """float: of a thread, beside one warp of arrange_rows on each of the four register files."""
-        return min(232, (16384 - 1024) // (32 * ceil_div(self.threads, 128) * self.blocks) // 8 * 8)
+        return _registers(self.warps)
 
     @property
     def limit(self) -> int:
         """Most bytes of shared memory."""
-        return SMEM if self.blocks == 2 else SMEM_ALONE
+        return SMEM if self.kind == "integer" else SMEM_ALONE
 
     def record(self, groups: int) -> int:
         """float: bytes of x in 128 columns and what goes with them (arrange_rows_sm90.cu, or prepare in the kernel)."""
@@ -155,6 +153,10 @@ def _integer(n: int, k: int, group: int, tokens: int, sms: int) -> Config:
     raise AssertionError(f"no configuration for {n} x {k}, {tokens} tokens")
 
 
+def _registers(warps: int) -> int:
+    return min(232, (16384 - 1024) // (32 * ceil_div(warps + 1, 4)) // 8 * 8)
+
+
 def floats(
     n: int,
     k: int,
@@ -166,51 +168,51 @@ def floats(
     warps_k: int,
     strips: int,
     chunk: int,
-    blocks: int,
     xslots: int = 0,
     prepare: bool = False,
     wgmma: bool = False,
     half: bool = False,
 ) -> Config | None:
-    """A configuration in floats with as deep a ring of weights as fits, or none without two stages, or when a warp's
-    sums do not fit its registers."""
-    depth = ceil_div(ceil_div(k, TILE_K), cluster)
+    """A configuration in floats with as deep a ring of weights as fits; none without two stages, when a warp's sums do
+    not fit its registers, or when half of the warps along the rows have nothing to do."""
+    depth, warps = ceil_div(ceil_div(k, TILE_K), cluster), warps_n * warps_k * (4 if wgmma else 1)
     units = _units(cluster, ceil_div(n, TILE_N), sms)
-    config = Config(
-        "float", tokens, units * cluster, cluster, strips, 1, warps_n, warps_k, chunk,
-        blocks=blocks, prepare=prepare, wgmma=wgmma,
-    )  # fmt: skip
-    passes = ceil_div(ceil_div(ceil_div(n, TILE_N), units), config.warps // warps_k * strips)
-    if depth < warps_k * chunk or config.warps > WARPS or (cluster > 1 and passes > 1):
+    share, rows = ceil_div(ceil_div(n, TILE_N), units), warps // warps_k * strips
+    passes = ceil_div(share, rows)
+    if depth < warps_k * chunk or warps > WARPS or (cluster > 1 and passes > 1):
         return None
-    # sums; operands of two vectors of weights, or x and words of every strip; the rest
-    rest = 24 + 36 * (group < TILE_K) + 12 * half  # what did not spill
-    registers = strips * tokens // 2 + (72 if wgmma else tokens // 2 + 8 * strips + rest)
+    if rows >= 2 * share and warps_n > 1:
+        return None
+    # sums; operands of two vectors of weights, or x and words of every strip; the rest: what did not spill
+    registers = strips * tokens // 2 + (72 if wgmma else tokens // 2 + 8 * strips + 24)
+    registers += 0 if wgmma else 36 * (group < TILE_K) + 12 * half
     if prepare:  # every lane has some of x at once
-        registers = max(registers, 4 * tokens * ceil_div(depth * 16, 32 * config.warps) + 24)
-    if registers > config.registers:
+        registers = max(registers, 4 * tokens * ceil_div(depth * 16, 32 * warps) + 24)
+    if registers > _registers(warps):
         return None
     steps = passes * ceil_div(depth, warps_k * chunk)
-    config = replace(config, xslots=0 if prepare else min(xslots, steps * chunk))
-    stage = config.warps * (strips * chunk * int4_tile_bytes(group) + 8)
+    config = Config(
+        "float", tokens, units * cluster, cluster, strips, 1, warps_n, warps_k, chunk,
+        prepare=prepare, wgmma=wgmma, xslots=0 if prepare else min(xslots, steps * chunk),
+    )  # fmt: skip
+    stage = warps * (strips * chunk * int4_tile_bytes(group) + 8)
     slots = min(steps, 16, (config.limit - 256 - config.smem(n, k, group)) // stage + 1)
     return replace(config, slots=slots) if slots >= min(2, steps) else None
 
 
 def configs(n: int, k: int, group: int, tokens: int, sms: int, half: bool = False, norm: bool = True) -> list[Config]:
-    """Every division of the work in floats that wastes little, cheapest first by :func:`_cost`."""
+    """Divisions of the work in floats, cheapest first by :func:`_cost`."""
     found: list[Config | None] = []
     wgmma = (False, True) if group == TILE_K and not half else (False,)
-    rings = list(itertools.product((6, 4, 3, 2), (False,), wgmma))  # xslots, prepare, wgmma
-    divisions = [(a, b) for a in range(1, WARPS + 1) for b in range(1, WARPS // a + 1)]
-    # Clusters of four do not fit GPCs whose multiprocessors are no multiple of four: two waves.
-    others = list(itertools.product((1, 2), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2)))
-    for (warps_n, warps_k), (cluster, strips, chunk, blocks) in itertools.product(divisions, others):
-        division = (n, k, group, tokens, sms, cluster, warps_n, warps_k, strips, chunk, blocks)
+    rings = list(itertools.product((6, 4, 2), (False,), wgmma))  # xslots, prepare, wgmma
+    warps = [(a, b) for a in range(1, WARPS + 1) for b in range(1, WARPS // a + 1)]
+    for each in itertools.product((1, 2), warps, (1, 2, 3, 4), (1, 2, 3, 4)):  # larger clusters do not all fit at once
+        cluster, (warps_n, warps_k), strips, chunk = each
+        division = (n, k, group, tokens, sms, cluster, warps_n, warps_k, strips, chunk)
         if tokens <= PREPARED and (cluster == 1 or not norm):
             found.append(floats(*division, prepare=True, half=half))
         if tokens >= 8:
-            found += [floats(*division, *ring, half=half) for ring in rings]
+            found += [floats(*division, *ring, half) for ring in rings]
     return sorted({c for c in found if c is not None}, key=lambda c: (_cost(c, n, k), repr(c)))
 
 
@@ -230,8 +232,7 @@ def _cost(config: Config, n: int, k: int) -> float:
     sums = config.warps_k * rows * config.tokens * 64 if config.cluster * config.warps_k > 1 else 0
     both = max(memory, work) + 0.3 * min(memory, work) + passes * steps * config.chunk * 0.02
     launches = 0 if config.prepare else 3.5
-    ends = passes * (sums * 1e-5 + (config.cluster > 1))
-    return both - 0.2 * min(config.chunk, 3) + ends + launches + (config.blocks == 2)
+    return both - 0.2 * min(config.chunk, 3) + launches + passes * (sums * 1e-5 + (config.cluster > 1))
 
 
 TUNED: dict[tuple[int, int, int], Config] = {key: Config(**values) for key, values in tuned_int4_sm90.TUNED.items()}
