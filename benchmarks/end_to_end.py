@@ -341,8 +341,7 @@ class Prefill:
     def once(self) -> Tensor:
         """[B, vocabulary]; without a graph."""
         if self.cache is not None:
-            for layer in self.cache.layers:
-                layer.cumulative_length.zero_()
+            self.cache.reset()  # not the counters by hand: during a capture the host must know that it is empty
         return self.forward(input_ids=self.ids, **self.kwargs).logits[:, -1]
 
     def host_ms(self) -> float:
