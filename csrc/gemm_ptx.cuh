@@ -78,11 +78,6 @@ DEVICE u32 ld_global_nc_u32_here(const void* p) {
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
-DEVICE u64 ld_global_nc_v2_here(const void* p) {
-    u64 v;
-    asm volatile("ld.global.nc.u64 %0, [%1];" : "=l"(v) : "l"(p));
-    return v;
-}
 DEVICE void st_global_v2(void* p, u32 x, u32 y) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x), "r"(y) : "memory");
 }

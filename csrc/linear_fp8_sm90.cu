@@ -10,7 +10,7 @@
 // An e4m3 number becomes a bfloat16 of 2^-120 times its value by moving bits (subnormals included); the activations are
 // multiplied by 2^100 (exact for |x| < 2^27), the sums by 2^20. float16 activations: the hardware's conversion.
 // Bytes: every weight once from HBM, x once per block from L2. Roofline: N K / 4.3 TB/s. Launch: as
-// linear_int4_sm90.cu.
+// linear_int4_one_sm90.cu.
 //
 // Rendered constants: FU_KERNEL, FU_N, FU_K (multiple of 16), FU_TOKENS (2 or 8), FU_GRID, FU_PASS, FU_SLOTS, FU_DELAY,
 // FU_SMEM, FU_HALF, FU_RMS, FU_BIAS, FU_SWIGLU (gate rows before up rows), FU_RESIDUAL.

@@ -103,10 +103,6 @@ DEVICE void cp_async_bulk_prefetch_l2(const void* src, u32 bytes) {
 DEVICE void cp_async_16(u32 dst, const void* src, u32 bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
-// The barrier counts one arrival of this thread when its copies so far have landed.
-DEVICE void cp_async_mbarrier_arrive_noinc(u32 bar) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
-}
 DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 DEVICE void cp_async_wait_group() {
@@ -160,9 +156,6 @@ DEVICE u32x4 ld_shared_v4(u32 a) {
     u32x4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
     return v;
-}
-DEVICE void ld_shared_v2(u32 a, u32& x, u32& y) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(a));
 }
 DEVICE f32x4 ld_shared_f4(u32 a) {
     f32x4 v;
@@ -218,7 +211,6 @@ DEVICE void st_shared_f2(u32 a, f32x2 v) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(v.x), "f"(v.y) : "memory");
 }
 DEVICE void st_shared_f32(u32 a, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory"); }
-DEVICE void st_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 DEVICE void st_shared_u16(u32 a, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"(v) : "memory"); }
 DEVICE void st_cluster_f32(u32 a, float v) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory");
@@ -279,12 +271,6 @@ DEVICE u32 lop3_and_or(u32 a, u32 b, u32 c) {
 DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
     u32 r;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
-    return r;
-}
-// low 32 bits of (hi:lo) >> n, n < 32
-DEVICE u32 shf_r(u32 lo, u32 hi, u32 n) {
-    u32 r;
-    asm("shf.r.wrap.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(lo), "r"(hi), "r"(n));
     return r;
 }
 DEVICE u32 mul_bf16x2(u32 a, u32 b) {

@@ -20,7 +20,7 @@ SLOTS = 5
 """2 KB tiles in each warp's ring: 80 KB a block."""
 TOKENS = (2, 8)
 DELAY = 1000
-"""Clocks between a block's start and its first request for weights (csrc/linear_int4_sm90.cu says why)."""
+"""Clocks between a block's start and its first request for weights (csrc/linear_int4_one_sm90.cu says why)."""
 
 
 def smem(tokens: int, strips: int) -> int:
