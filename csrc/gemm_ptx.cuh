@@ -124,6 +124,30 @@ DEVICE u64 wgmma_descriptor(u32 smem) {
     return u64((smem & 0x3FFFF) >> 4) | (u64(1) << 16) | (u64(64) << 32) | (u64(1) << 62);
 }
 
+// d += a b, bfloat16: a 64 x 16 (16 rows a warp, as mma_m16n8k16 has them), b 8 NB x 16 in shared memory.
+template <int NB>
+DEVICE void wgmma_m64k16(f32x4 (&d)[NB], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+#define FU_RS(SHAPE, REGS, A, B)                                                                                      \
+    "{\n .reg .pred p;\n setp.ne.b32 p, 1, 0;\n wgmma.mma_async.sync.aligned." SHAPE ".f32.bf16.bf16 {" REGS "}, {" A \
+    "}, " B ", p, 1, 1, 0;\n}"
+#define FU_DF(i) "+f"(d[i].x), "+f"(d[i].y), "+f"(d[i].z), "+f"(d[i].w)
+#define FU_AB "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)
+    if constexpr (NB == 1)
+        asm volatile(FU_RS("m64n8k16", "%0, %1, %2, %3", "%4, %5, %6, %7", "%8") : FU_DF(0) : FU_AB);
+    else if constexpr (NB == 2)
+        asm volatile(FU_RS("m64n16k16", "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9, %10, %11", "%12")
+                     : FU_DF(0), FU_DF(1)
+                     : FU_AB);
+    else if constexpr (NB == 4)
+        asm volatile(FU_RS("m64n32k16", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
+                           "%16, %17, %18, %19", "%20")
+                     : FU_DF(0), FU_DF(1), FU_DF(2), FU_DF(3)
+                     : FU_AB);
+#undef FU_RS
+#undef FU_DF
+#undef FU_AB
+}
+
 #define FU_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define FU_D16(i) FU_D4(i), FU_D4(i + 4), FU_D4(i + 8), FU_D4(i + 12)
 #define FU_D32(i) FU_D16(i), FU_D16(i + 16)

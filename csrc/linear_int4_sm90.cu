@@ -225,25 +225,6 @@ DEVICE void multiply(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u32 x, 
 
 // ---- the same on wgmma ---------------------------------------------------------------------------------------------
 
-// d += a b: a 64 x 16 (16 rows a warp, as mma_m16n8k16 has them), b TOKENS x 16 in shared memory.
-DEVICE void wgmma_m64k16(f32x4 (&d)[NB], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-#define FU_RS(SHAPE, REGS, A, B)                                                                                      \
-    "{\n .reg .pred p;\n setp.ne.b32 p, 1, 0;\n wgmma.mma_async.sync.aligned." SHAPE ".f32.bf16.bf16 {" REGS "}, {" A \
-    "}, " B ", p, 1, 1, 0;\n}"
-#define FU_DF(i) "+f"(d[i].x), "+f"(d[i].y), "+f"(d[i].z), "+f"(d[i].w)
-#define FU_AB "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)
-    if constexpr (NB == 1)
-        asm volatile(FU_RS("m64n8k16", "%0, %1, %2, %3", "%4, %5, %6, %7", "%8") : FU_DF(0) : FU_AB);
-    else if constexpr (NB == 2)
-        asm volatile(FU_RS("m64n16k16", "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9, %10, %11", "%12")
-                     : FU_DF(0), FU_DF(1)
-                     : FU_AB);
-    else if constexpr (NB == 4)
-        asm volatile(FU_RS("m64n32k16", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
-                           "%16, %17, %18, %19", "%20")
-                     : FU_DF(0), FU_DF(1), FU_DF(2), FU_DF(3)
-                     : FU_AB);
-}
 // An operand's descriptor is an address in units of 16 bytes and, above 32 bits, constants: core matrices (8 rows x 16
 // bytes) lie `K` bytes apart along k, `ROWS` along the rows. Only sums in uniform registers stay single instructions.
 template <int ROWS>
@@ -283,11 +264,11 @@ DEVICE void multiply_wgmma(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u
             zero1 = prmt(__float_as_uint(to_f32<true>(u16(z8 >> 16))), 0, 0x3232);
         }
         wgmma_fence();
-        if (half == 0) wgmma_m64k16(acc[s], zero0, zero1, 0, 0, descriptor<128>(zeros_at));
+        if (half == 0) wgmma_m64k16<NB>(acc[s], zero0, zero1, 0, 0, descriptor<128>(zeros_at));
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            wgmma_m64k16(acc[s], a[b % 2][i][0], a[b % 2][i][1], a[b % 2][i][2], a[b % 2][i][3],
-                         descriptor<512>(units + (half * 2 + i / 2) * NB * 32 + i % 2 * 16));
+            wgmma_m64k16<NB>(acc[s], a[b % 2][i][0], a[b % 2][i][1], a[b % 2][i][2], a[b % 2][i][3],
+                             descriptor<512>(units + (half * 2 + i / 2) * NB * 32 + i % 2 * 16));
         wgmma_commit_group();
     }
     wgmma_wait_group<0>();

@@ -1,135 +1,30 @@
-"""csrc/gemm_rows_sm90.cu on the CPU: each thread of a block a thread of this machine, against fp8_quantize.
+"""csrc/gemm_rows_sm90.cu on the CPU (tests/device_code.py), against fp8_quantize.
 
 What a GPU does alone (the order in which blocks run, memory that another block wrote) is for tests/gpu; here are the
 arithmetic, the exchange between lanes and warps, the state and which block moves it on.
 """
 
 import ctypes
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from device_code import build, source_of
 from fu_compile.lowerings import gemm_sm90, reference_linear
 
-from fu_compile import formats, jit
-
-CSRC = Path(__file__).parents[2] / "csrc"
-
-PTX = r"""
-#pragma once
-#include <algorithm>
-#include <atomic>
-#include <barrier>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <thread>
-#include <vector>
-using u8 = uint8_t; using u16 = uint16_t; using u32 = uint32_t; using u64 = uint64_t;
-#define DEVICE inline
-#define __global__
-#define __launch_bounds__(...)
-#define __shared__ static
-struct Index { unsigned x; };
-static thread_local Index threadIdx, blockIdx;
-static Index gridDim;
-struct Warp { std::barrier<> turn{32}; u32 slot[32]; };
-static thread_local Warp* warp_;
-static std::barrier<>* block_;
-static inline u32 bits(float v) { u32 r; std::memcpy(&r, &v, 4); return r; }
-static inline float number(u32 v) { float r; std::memcpy(&r, &v, 4); return r; }
-#define __float_as_uint bits
-#define __uint_as_float number
-#define __float_as_int(v) int(bits(v))
-#define __int_as_float(v) number(u32(v))
-static inline void __syncthreads() { block_->arrive_and_wait(); }
-static inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-static inline u32 exchange(u32 v, int from) {
-    warp_->slot[threadIdx.x % 32] = v;
-    warp_->turn.arrive_and_wait();
-    const u32 r = warp_->slot[from];
-    warp_->turn.arrive_and_wait();
-    return r;
-}
-static inline float __shfl_sync(u32, float v, int from) { return number(exchange(bits(v), from)); }
-static inline float __shfl_xor_sync(u32, float v, int m) { return number(exchange(bits(v), threadIdx.x % 32 ^ m)); }
-static inline float __shfl_up_sync(u32, float v, int d) {
-    const int lane = threadIdx.x % 32;
-    return number(exchange(bits(v), lane < d ? lane : lane - d));
-}
-static inline u32 redux_max(u32 v) {
-    warp_->slot[threadIdx.x % 32] = v;
-    warp_->turn.arrive_and_wait();
-    const u32 most = *std::max_element(warp_->slot, warp_->slot + 32);
-    warp_->turn.arrive_and_wait();
-    return most;
-}
-struct u32x4 { u32 x, y, z, w; };
-struct f32x2 { float x, y; };
-static f32x2 memory_[4];
-static inline void st_shared_f2(u32 a, f32x2 v) { memory_[a / 8] = v; }
-static inline f32x2 ld_shared_f2(u32 a) { return memory_[a / 8]; }
-static inline u32x4 ld_global_cg_v4(const void* p) { u32x4 v; std::memcpy(&v, p, 16); return v; }
-static inline float ld_global_cg_f32(const float* p) { return *p; }
-static inline void st_global_v2(void* p, u32 x, u32 y) { u32 v[2] = {x, y}; std::memcpy(p, v, 8); }
-static inline void griddepcontrol_wait() {}
-static inline void griddepcontrol_launch_dependents() {}
-static inline void red_max(float* p, float v) {
-    std::atomic_ref<u32> at(*reinterpret_cast<u32*>(p));
-    for (u32 old = at; old < bits(v) && !at.compare_exchange_weak(old, bits(v));) {}
-}
-static inline u32 atom_count(float* p) { return std::atomic_ref<u32>(*reinterpret_cast<u32*>(p)).fetch_add(1); }
-template <bool HALF> float to_f32(u16 v) {
-    if constexpr (HALF) { _Float16 h; std::memcpy(&h, &v, 2); return float(h); }
-    return number(u32(v) << 16);
-}
-static inline u8 e4m3(float v) {
-    if (std::isnan(v)) return 0x7f;
-    const float a = std::fabs(v);
-    u32 code = 0x7e;
-    if (a < 0x1p-6f) {
-        code = u32(std::nearbyint(a * 512.0f));
-    } else if (a < 448.0f) {
-        int e;
-        std::frexp(a, &e);
-        code = u32(((e + 6) << 3) + int(std::nearbyint(std::ldexp(a, 4 - e))) - 8);
-    }
-    return u8(std::min(code, 0x7eu) | (std::signbit(v) ? 0x80 : 0));
-}
-static inline u16 cvt_e4m3x2(float x, float y) { return u16(e4m3(x) | e4m3(y) << 8); }
-"""
-
-RUN = r"""
-template <class F> static void run(int grid, unsigned count, F kernel) {
-    gridDim.x = grid;
-    for (unsigned b = 0; b < gridDim.x; ++b) {
-        std::barrier<> block(count);
-        block_ = &block;
-        std::vector<Warp> warps_of(count / 32);
-        std::vector<std::thread> threads;
-        for (unsigned t = 0; t < count; ++t)
-            threads.emplace_back([&, t] {
-                threadIdx.x = t, blockIdx.x = b, warp_ = &warps_of[t / 32];
-                kernel();
-            });
-        for (auto& t : threads) t.join();
-    }
-}
-"""
+from fu_compile import formats
 
 LAUNCH = r"""
 extern "C" void launch(int grid, const u16* x, u8* codes, float* rstd, float* state, float* step, int ldx, float eps,
                        int scaling, int phase) {
-    run(grid, THREADS, [&] { FU_KERNEL(x, codes, rstd, state, step, ldx, eps, scaling, phase); });
+    run(grid, THREADS, 1, 0, 0, [&] { FU_KERNEL(x, codes, rstd, state, step, ldx, eps, scaling, phase); });
 }
 """
 
 DECIDE = r"""
 #include "gemm_fp8_state.cuh"
 extern "C" void decide(int grid, float* state, float* step, int scaling, int again, float* scales, int* runs) {
-    run(grid, 64, [&] {
-        const Fp8Decision d = fp8_decide(state, step, 8, scaling, again);
+    run(grid, 64, 1, 8, 0, [&] {
+        const Fp8Decision d = fp8_decide(state, step, BASE, scaling, again);
         if (threadIdx.x == 63) scales[blockIdx.x] = d.scale, runs[blockIdx.x] = d.run;
     });
 }
@@ -138,20 +33,6 @@ extern "C" void seen(float* state, float amax, int bad) {
     if (bad) red_max(state + BAD, 1.0f);
 }
 """
-
-
-def build(folder: Path, name: str, text: str) -> ctypes.CDLL:
-    """A shared library of device code. Without g++ this is an error: the code would go unchecked."""
-    for header in ("ptx.cuh", "gemm_ptx.cuh"):
-        (folder / header).write_text(PTX + RUN)
-    (folder / "gemm_fp8_state.cuh").write_text((CSRC / "gemm_fp8_state.cuh").read_text())
-    source = folder / f"{name}.cpp"
-    source.write_text(text)
-    so = source.with_suffix(".so")
-    command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-Wno-unknown-pragmas"]
-    done = subprocess.run([*command, source, "-o", so], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(so))
 
 
 K, ROWS = 520, 4
@@ -164,8 +45,7 @@ def libraries(tmp_path_factory):
     made = {}
     for rms, codes in ((True, True), (False, True), (True, False)):
         kernel = gemm_sm90.rows_kernel(K, rms, codes, False)
-        _, text = jit.render(kernel.source, kernel.constants)
-        made[rms, codes] = build(folder, f"rows_{rms}_{codes}", text + LAUNCH)
+        made[rms, codes] = build(folder, f"rows_{rms}_{codes}", source_of(kernel) + LAUNCH)
     assert gemm_sm90.rows_kernel(K, True, True, False).shape.block == 64
     return made
 
