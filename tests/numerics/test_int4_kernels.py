@@ -100,7 +100,10 @@ def library(folder, name, kernel, parameters):
     return build(folder, name, source_of(kernel) + LAUNCH.format(parameters=parameters, names=names))
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("prepared, norm", "wgmma")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_against_float64(name, tmp_path):
     case = CASES[name]
     c, half, rows = case.config, case.dtype == torch.float16, case.rows or case.tokens
