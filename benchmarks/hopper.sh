@@ -2,7 +2,7 @@
 # Everything that needs a Hopper GPU, part by part, each with a time limit, so that a short visit starts with what matters:
 #
 #     bash benchmarks/hopper.sh                    # all parts
-#     bash benchmarks/hopper.sh quick tune         # some of: quick tests tune linears step prefill gptq sanitize
+#     bash benchmarks/hopper.sh quick tune         # some of: quick tests tune linears step bars prefill gptq sanitize
 #
 # A machine without a network: the package is installed as it lies here. Results go to $OUT (benchmarks/results without it);
 # a table or a count comes last in every part.
@@ -38,8 +38,8 @@ for part in $parts; do
     quick) run 90 quick python3 benchmarks/decode_linears.py --models 8b --quick-check --only-check ;;
     tests) run 300 tests python3 -m pytest -q -m gpu tests/gpu -n 4 ;;
     tune)
-        # Not yet measured: batch (tiles of x prepared side by side at one token), two interleaved steps in gate_up at 32 tokens.
-        for case in 8b:1 8b:8 8b:32 70b:1 70b:8 70b:32; do
+        # Not yet measured: 4 and 16 tokens, two tokens in floats.
+        for case in 8b:1 8b:2 8b:4 8b:8 8b:16 8b:32 70b:1 70b:8 70b:32; do
             run 90 "tune-${case/:/-}" python3 benchmarks/decode_linears.py --no-check --rounds 1 --seconds 0.02 --tune "$case" \
                 --out "$out/tune-${case/:/-}.json"
         done
@@ -47,6 +47,7 @@ for part in $parts; do
         ;;
     linears) run 180 linears python3 benchmarks/decode_linears.py --no-check --commit "$commit" --out "$out/decode_linears.json" ;;
     step) run 180 step python3 benchmarks/end_to_end.py --no-prefill --commit "$commit" --out "$out" ;;
+    bars) run 60 bars python3 benchmarks/prefill_gemm.py --bars --no-compile --commit "$commit" --out "$out" ;;
     prefill)
         run 240 gemm python3 benchmarks/prefill_gemm.py --commit "$commit" --out "$out"
         run 180 prefill python3 benchmarks/end_to_end.py --only-prefill --commit "$commit" --out "$out"
