@@ -248,8 +248,9 @@ def choose(n: int, k: int, group: int, tokens: int, sms: int = SMS, half: bool =
         norm: the linear has a norm before it.
     """
     bound = next(t for t in TOKENS if tokens <= t)
-    if sms == SMS and group == 128 and not half and (n, k, bound) in TUNED:
-        return TUNED[n, k, bound]
+    tuned = TUNED.get((n, k, bound)) if sms == SMS and group == 128 and not half else None
+    if tuned is not None and not (norm and tuned.prepare and tuned.cluster > 1):  # which knows a part of the row only
+        return tuned
     if bound <= 2:
         return _integer(n, k, group, bound, sms)
     found = configs(n, k, group, bound, sms, half, norm) or configs(n, k, group, 8, sms, half, norm)
