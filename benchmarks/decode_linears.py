@@ -3,6 +3,7 @@
     python benchmarks/decode_linears.py                       # check, then time 8B and 70B at M = 1, 8, 32
     python benchmarks/decode_linears.py --models 8b --tokens 1 --seconds 0.2
     python benchmarks/decode_linears.py --tune 8b:32          # every configuration, alone and in the layer
+    python benchmarks/decode_linears.py --timeline 8b:32      # where the time of each linear of a layer goes
 
 What is timed: layer after layer in one CUDA graph with the real dependencies (qkv -> o + residual -> RMS, gate_up,
 SwiGLU -> down + residual; o reads the first columns of qkv in the place of attention's output), on as many layers as
@@ -603,6 +604,46 @@ def write_tuned() -> None:
     Path(tuned_int4_sm90.__file__).write_text(text)
 
 
+MOMENTS = ("block runs", "weights asked for", "grid before has ended", "x has come", "multiplied", "stored")
+"""``Moment`` of csrc/linear_int4_sm90.cu: x_came is in order with prepared x, a first tile of every wk otherwise."""
+
+
+def timeline(model: str, tokens: int) -> list[dict[str, Any]]:
+    """Of the linears of one layer, in the middle of a graph of several: microseconds since the last block of the linear
+    before had ended, of the first, the median and the last block. Prints the medians as a table."""
+    weights, layers, _ = packed_weights(model, 128)
+    x = torch.randn(tokens, MODELS[model][0], device="cuda", dtype=torch.bfloat16)
+    kernels, times = {}, {}
+    for lin in linears(model):
+        config = int4.choose(lin.n, lin.k, 128, tokens, norm=bool(lin.prologue))
+        if config.kind != "float":
+            raise SystemExit(f"{lin.name} of {tokens} tokens runs in integers, which take no times")
+        gain = lin.prologue == "rms"
+        kernels[lin.name] = int4.kernel_of(
+            config, lin.n, lin.k, 128, False, lin.prologue, lin.epilogue, gain, stamps=True
+        )
+        times[lin.name] = [torch.zeros(config.grid, 8, dtype=torch.int64, device="cuda") for _ in range(layers)]
+    jit.warmup(kernels.values(), progress=False)
+
+    def call(i: int, lin: Linear, v: Tensor, residual: Tensor | None) -> Tensor:
+        return run_kernel(kernels[lin.name], v, weights[lin.name][i], lin, times[lin.name][i], residual, gain_of(lin))
+
+    graph = graph_of(layer_body(model, call, layers, x))
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    rows, before = [], times["down"][layers - 2][:, len(MOMENTS) - 1].max()
+    print(f"{model} M={tokens}, us " + "".join(f"{m:>22}" for m in MOMENTS))
+    for lin in linears(model):
+        seen = times[lin.name][layers - 1][:, : len(MOMENTS)]
+        since = ((seen - before).double() / 1e3).sort(0).values.cpu()
+        before = seen[:, -1].max()
+        each = {m: [round(float(since[i, c]), 1) for i in (0, len(since) // 2, -1)] for c, m in enumerate(MOMENTS)}
+        rows.append({"case": lin.name, **each})
+        print(f"{lin.name:12s}" + "".join(f"{each[m][1]:22.1f}" for m in MOMENTS), flush=True)
+    return rows
+
+
 def compile_times() -> dict[str, float]:
     """Seconds to compile every decode kernel of an 8B model into an empty folder, and to find them there."""
     config = SimpleNamespace(
@@ -632,6 +673,7 @@ def main() -> None:
     parser.add_argument("--quick-check", action="store_true")
     parser.add_argument("--only-check", action="store_true", help="exit code 1: an error above 2 roundings")
     parser.add_argument("--tune", nargs="*", default=[], help="model:tokens")
+    parser.add_argument("--timeline", nargs="*", default=[], help="model:tokens")
     parser.add_argument("--rounds", type=int, default=2, help="of --tune in the layer")
     parser.add_argument("--commit", default="", help="noted in the results")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode_linears.json")
@@ -642,6 +684,13 @@ def main() -> None:
         result["worst error in bf16 roundings"] = worst = check(args.models, args.quick_check)
         if args.only_check:
             raise SystemExit(int(worst > ROUNDINGS))
+    if args.timeline:
+        result = {"commit": args.commit, "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name()}
+        for case in args.timeline:
+            model, tokens = case.split(":")
+            result[f"timeline {case}, us: first, median, last block"] = timeline(model, int(tokens))
+        args.out.write_text(json.dumps(result, indent=1))
+        return
     if args.tune:
         for case in args.tune:
             model, tokens = case.split(":")

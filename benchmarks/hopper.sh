@@ -45,7 +45,11 @@ for part in $parts; do
         done
         cp lowerings/tuned_int4_sm90.py "$out/tuned_int4_sm90.txt"
         ;;
-    linears) run 180 linears python3 benchmarks/decode_linears.py --no-check --commit "$commit" --out "$out/decode_linears.json" ;;
+    linears)
+        run 180 linears python3 benchmarks/decode_linears.py --no-check --commit "$commit" --out "$out/decode_linears.json"
+        run 40 timeline python3 benchmarks/decode_linears.py --no-check --timeline 8b:8 8b:32 70b:8 70b:32 --commit "$commit" \
+            --out "$out/decode_linears_timeline.json"
+        ;;
     step) run 180 step python3 benchmarks/end_to_end.py --no-prefill --commit "$commit" --out "$out" ;;
     bars) run 60 bars python3 benchmarks/prefill_gemm.py --bars --no-compile --commit "$commit" --out "$out" ;;
     prefill)

@@ -30,7 +30,8 @@
 //
 // Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (1, 2, 4 with PREPARE; 8, 16, 32), FU_GRID,
 // FU_CLUSTER, FU_WN, FU_WK, FU_S, FU_CHUNK, FU_SLOTS, FU_XSLOTS, FU_PREFETCH, FU_DELAY, FU_PACE, FU_SMEM, FU_REGISTERS,
-// FU_WG (WGMMA), FU_PREPARE, FU_GAIN (with PREPARE), FU_HALF, FU_RMS, FU_BIAS, FU_SWIGLU, FU_RESIDUAL.
+// FU_WG (WGMMA), FU_PREPARE, FU_GAIN (with PREPARE), FU_HALF, FU_RMS, FU_BIAS, FU_SWIGLU, FU_RESIDUAL, FU_STAMPS
+// (`bias` then takes the times of Moment, u64 [grid, 8]).
 #include "epilogue.cuh"
 #include "gemm_ptx.cuh"
 #include "int4.cuh"
@@ -67,6 +68,13 @@ constexpr int SQUARES = RSTD + (TOKENS < 8 ? 8 : TOKENS) * 4, BARS = SQUARES + (
 constexpr int WBARS = BARS + (PREPARE ? 0 : XSLOTS * 16), BYTES = WBARS + WARPS * SLOTS * 8;
 static_assert(BYTES == FU_SMEM, "the lowering computes the same size");
 
+enum Moment { START, ASKED, RELEASED, X_CAME, MULTIPLIED, END };
+// By the first lane of a warp, for benchmarks/decode_linears.py --timeline.
+DEVICE void stamp(const u16* times, Moment moment, int warp) {
+    if (FU_STAMPS && int(threadIdx.x) == warp * 32)
+        reinterpret_cast<u64*>(const_cast<u16*>(times))[blockIdx.x * 8 + moment] = globaltimer();
+}
+
 struct Split {
     int strip_begin, strip_end, tile_begin, tile_end;
 };
@@ -75,8 +83,9 @@ DEVICE u32 x_full(u32 smem, int slot) { return smem + BARS + slot * 16; }
 DEVICE u32 x_empty(u32 smem, int slot) { return smem + BARS + slot * 16 + 8; }
 
 // By one warp; a step's records follow each other.
-DEVICE void feed(u32 smem, const u8* x, const float* rstd, int m, const Split& p, int lane) {
+DEVICE void feed(u32 smem, const u8* x, const float* rstd, int m, const Split& p, int lane, const u16* times) {
     griddepcontrol_wait();
+    stamp(times, RELEASED, WARPS);
     // rstd is there when a consumer sees the first step: its lane arrives after these stores.
     if (RMS && lane < TOKENS) st_shared_f32(smem + RSTD + lane * 4, lane < m ? ld_global_cg_f32(rstd + lane) : 0.0f);
     __syncwarp();
@@ -103,7 +112,8 @@ DEVICE void feed(u32 smem, const u8* x, const float* rstd, int m, const Split& p
 
 // All of this block's x, by all of its warps, where one block's share is small: no kernel before this one. In a record,
 // 64 bytes behind each 32 columns let stores meet every bank once; they hold the sums of a group.
-DEVICE void prepare(u32 smem, const u16* x, const u16* gain, int m, int ldx, const Split& p, int warp, int lane) {
+DEVICE void prepare(u32 smem, const u16* x, const u16* gain, int m, int ldx, const Split& p, int warp, int lane,
+                    const u16* times) {
     constexpr int R = (DEPTH * 16 + CONSUMERS - 1) / CONSUMERS;
     const int chunks = (p.tile_end - p.tile_begin) * 16;
     u32x4 v[R][TOKENS], g[R];
@@ -113,6 +123,7 @@ DEVICE void prepare(u32 smem, const u16* x, const u16* gain, int m, int ldx, con
         if (GAIN) g[r] = chunk < chunks && k < K ? ld_global_nc_v4(gain + k) : u32x4{0, 0, 0, 0};
     }
     griddepcontrol_wait();
+    stamp(times, RELEASED, 0);
 #pragma unroll
     for (int r = 0; r < R; ++r)
 #pragma unroll
@@ -281,6 +292,7 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
               int ldr, float eps, float scale) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 smem = cvta_to_shared(shared);
+    stamp(bias, START, 0);
     const int warp = warp_index(), lane = threadIdx.x & 31;
     const int rank = int(blockIdx.x) % CLUSTER, unit_id = int(blockIdx.x) / CLUSTER;  // uniform: no register
     const Split p = {int(u32(STRIPS * unit_id) / UNITS), int(u32(STRIPS * (unit_id + 1)) / UNITS),
@@ -359,6 +371,7 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
         }
     }
     __syncwarp();
+    stamp(bias, ASKED, PREPARE ? WARPS : 0);
     Walk walk = behind(SLOTS);
     auto refill = [&](int slot) {
         ask(my, walk, slot);
@@ -367,7 +380,7 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
     };
 
     if (warp == WARPS) {
-        if (!PREPARE) feed(smem, x, static_cast<const float*>(norm), m, p, lane);
+        if (!PREPARE) feed(smem, x, static_cast<const float*>(norm), m, p, lane, bias);
         __syncwarp();
         if (CLUSTER > 1) {
             barrier_cluster();
@@ -377,7 +390,8 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
     }
 
     if constexpr (PREPARE) {
-        prepare(smem, reinterpret_cast<const u16*>(x), static_cast<const u16*>(norm), m, ldx, p, warp, lane);
+        prepare(smem, reinterpret_cast<const u16*>(x), static_cast<const u16*>(norm), m, ldx, p, warp, lane, bias);
+        stamp(bias, X_CAME, 0);
         if (RMS && threadIdx.x < TOKENS) {
             float sum = 0;
 #pragma unroll
@@ -401,6 +415,7 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
 #pragma unroll 1
             for (int i = 0; i < steps; ++i) {
                 if (!PREPARE) mbarrier_wait_parity(x_full(smem, xslot), xparity);
+                if (!PREPARE && i == 0 && step == p.tile_begin && first == p.strip_begin) stamp(bias, X_CAME, 0);
                 if (i < tiles) {
                     const u32 tile = my.ring + slot * SLOT + i * TILE,
                               record =
@@ -420,6 +435,7 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
             if (elect_sync()) refill(slot);
             if (++slot == SLOTS) slot = 0, parity ^= 1;
         }
+        stamp(bias, MULTIPLIED, 0);
         griddepcontrol_wait();  // before what others wrote is read, and what they read is written
 #pragma unroll
         for (int s = 0; s < S; ++s) {
@@ -450,5 +466,6 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
                                                             epilogue);
         }
     }
+    stamp(bias, END, 0);
     if (CLUSTER > 1) barrier_cluster();  // nobody leaves while its shared memory is being read
 }

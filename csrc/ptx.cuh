@@ -38,6 +38,13 @@ DEVICE u32 clock_now() {
     return now;
 }
 
+// Nanoseconds, the same clock on all multiprocessors.
+DEVICE u64 globaltimer() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+    return now;
+}
+
 // True in one lane of a converged warp. Behind it, bulk copies whose operands are the same in the whole warp (see
 // warp_index) are one instruction each; behind a comparison of lanes the compiler loops over lanes, 15 instructions.
 DEVICE bool elect_sync() {

@@ -258,9 +258,17 @@ def choose(n: int, k: int, group: int, tokens: int, sms: int = SMS, half: bool =
 
 
 def kernel_of(
-    config: Config, n: int, k: int, group: int, half: bool, prologue: str, epilogue: str, gain: bool = False
+    config: Config,
+    n: int,
+    k: int,
+    group: int,
+    half: bool,
+    prologue: str,
+    epilogue: str,
+    gain: bool = False,
+    stamps: bool = False,
 ) -> jit.Kernel:
-    """The kernel of one configuration."""
+    """The kernel of one configuration; ``stamps``: in floats and without a bias, whose place takes times instead."""
     smem = config.smem(n, k, group)
     constants = {"N": n, "K": k, "GROUP": group, "TOKENS": config.tokens}
     constants |= {"GRID": config.grid, "CLUSTER": config.cluster, "WN": config.warps_n, "WK": config.warps_k}
@@ -270,7 +278,7 @@ def kernel_of(
         constants |= {"BATCH": config.batch, "GAIN": int(gain)}
     else:
         constants |= {"XSLOTS": config.xslots, "REGISTERS": config.registers, "WG": int(config.wgmma)}
-        constants |= {"PREPARE": int(config.prepare), "GAIN": int(gain and config.prepare)}
+        constants |= {"PREPARE": int(config.prepare), "GAIN": int(gain and config.prepare), "STAMPS": int(stamps)}
     constants |= common.flags(half, prologue, epilogue)
     shape = jit.Shape(config.grid, config.threads, smem, config.cluster)
     return jit.Kernel(SOURCES[config.kind], constants, "p" + common.SIGNATURE, shape)

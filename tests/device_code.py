@@ -28,6 +28,7 @@ PTX = r"""
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
@@ -121,6 +122,10 @@ static inline void griddepcontrol_wait() {}
 static inline void griddepcontrol_launch_dependents() {}
 static inline u32 clock_now() { static thread_local u32 now = 0; return now += 1000; }
 static inline void wait_clocks(u32) {}
+static inline u64 globaltimer() {
+    using namespace std::chrono;
+    return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
 static inline bool elect_sync() { return threadIdx.x % 32 == 0; }
 template <class T> static inline T exchange(T v, int from) {
     static_assert(sizeof(T) == 4);

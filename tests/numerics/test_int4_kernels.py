@@ -138,3 +138,24 @@ def test_against_float64(name, tmp_path):
     launch(lib, kernel, c.grid, given, packed, norm, bias, residual, y, *tail)
     want = bench.reference(x, w, bias, residual, 0.5, case.prologue, case.epilogue, gain)
     assert bench.roundings(y, want) <= bench.ROUNDINGS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["prepared, direct, swiglu", "wgmma"])
+def test_moments_are_in_order(name, tmp_path):
+    """--timeline: a kernel without a bias leaves the times of its blocks."""
+    case = CASES[name]
+    c, steps = case.config, ("rms", "swiglu")
+    kernel = int4.kernel_of(c, case.n, case.k, 128, False, *steps, True, stamps=True)
+    packed = formats.pack_int4(bench.random_codes(case.n, case.k, 128, device="cpu"))
+    x = torch.randn(case.tokens, case.k).bfloat16() if c.prepare else torch.zeros(1 << 20, dtype=torch.uint8)
+    norm = torch.ones(case.k).bfloat16() if c.prepare else torch.ones(case.tokens)
+    y = torch.empty(case.tokens, case.n // 2, dtype=torch.bfloat16).share_memory_()
+    times = torch.zeros(c.grid, 8, dtype=torch.int64).share_memory_()
+    lib = library(tmp_path, "linear", kernel, LINEAR.format(x="u8", norm="void"))
+    tail = (case.tokens, case.k, 0, ctypes.c_float(EPS), ctypes.c_float(1.0))
+    launch(lib, kernel, c.grid, x, packed, norm, times, None, y, *tail)
+    moments = times[:, : len(bench.MOMENTS)]
+    assert bool((moments > 0).all())
+    later = moments[:, [0, 3, 4, 5]]  # those of one thread
+    assert bool((later.diff(dim=1) >= 0).all())
