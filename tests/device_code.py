@@ -64,25 +64,32 @@ static Index gridDim;
 
 // ---- a block, its warps, its cluster
 constexpr u32 BASE = 0x1000;  // shared memory does not begin at zero
-struct Mbarrier { long count = 0, pending = 0, bytes = 0; u32 phase = 0; };
+struct Mbarrier {  // of its own lock: what no barrier orders is not ordered here either (ThreadSanitizer)
+    std::mutex lock;
+    std::condition_variable moved;
+    long count = 0, pending = 0, bytes = 0;
+    u32 phase = 0;
+    std::vector<std::function<void()>> copies;  // on their way
+    void settle() {
+        if (pending == 0 && bytes == 0) phase ^= 1, pending = count, moved.notify_all();
+    }
+};
 struct Warp { std::barrier<> turn{32}; u32 slot[32][8]; };
 struct Block {
     std::vector<u8> smem;
     std::vector<Warp> warps;
     std::barrier<> all;
     std::map<int, std::unique_ptr<std::barrier<>>> named;
-    std::map<u32, Mbarrier> bars;
-    std::map<u32, std::vector<std::function<void()>>> copies;  // on their way, by barrier
-    std::mt19937 random;
-    std::mutex lock;
-    std::condition_variable moved;
-    Block(unsigned threads, size_t bytes, unsigned seed)
-        : smem(bytes + 256, 0xfd), warps(threads / 32), all(threads), random(seed) {}
+    std::unique_ptr<Mbarrier[]> bars;
+    std::mutex lock;  // of the named barriers
+    Block(unsigned threads, size_t bytes)
+        : smem(bytes + 256, 0xfd), warps(threads / 32), all(threads), bars(new Mbarrier[bytes / 8 + 1]) {}
 };
 struct Cluster {
     std::vector<std::unique_ptr<Block>> blocks;
     std::optional<std::barrier<>> all;
 };
+static unsigned seed_;
 static thread_local Cluster* cluster_;
 static thread_local u32 rank_;
 static thread_local Block* block_;
@@ -152,43 +159,41 @@ static inline u32 redux_max(u32 v) { return reduce(v, [](u32 a, u32 b) { return 
 static inline int redux_add(int v) { return reduce(v, [](int a, int b) { return a + b; }); }
 
 // ---- mbarriers and copies
-static inline void settle(Block& b, Mbarrier& m) {
-    if (m.pending == 0 && m.bytes == 0) m.phase ^= 1, m.pending = m.count, b.moved.notify_all();
+static inline Mbarrier& barrier_at(u32 bar) {
+    REQUIRE(bar >> 24 == rank_ && bar % 8 == 0 && (bar & 0xffffff) < BASE + block_->smem.size());
+    return block_->bars[((bar & 0xffffff) - BASE) / 8];
 }
-static inline Block& block_at(u32 a) { return *cluster_->blocks[a >> 24]; }
 static inline void mbarrier_init(u32 bar, u32 count) {
-    std::lock_guard g(block_->lock);
-    REQUIRE(bar % 8 == 0);
-    block_->bars[bar & 0xffffff] = {long(count), long(count), 0, 0};
+    Mbarrier& m = barrier_at(bar);
+    std::lock_guard g(m.lock);
+    REQUIRE(m.count == 0 && count > 0);
+    m.count = m.pending = count;
 }
 static inline void fence_mbarrier_init() {}
 static inline void fence_proxy_async() {}
-static inline Mbarrier& found(Block& b, u32 bar) {
-    const auto m = b.bars.find(bar & 0xffffff);
-    REQUIRE(m != b.bars.end());
-    return m->second;
-}
 static inline void arrive(u32 bar, long bytes) {
-    Block& b = block_at(bar);
-    std::lock_guard g(b.lock);
-    Mbarrier& m = found(b, bar);
+    Mbarrier& m = barrier_at(bar);
+    std::lock_guard g(m.lock);
     REQUIRE(m.pending > 0);
     m.bytes += bytes, m.pending -= 1;
-    settle(b, m);
+    m.settle();
 }
 static inline void mbarrier_arrive(u32 bar) { arrive(bar, 0); }
 static inline void mbarrier_arrive_expect_tx(u32 bar, u32 bytes) { arrive(bar, bytes); }
 static inline bool mbarrier_test_parity(u32 bar, u32 parity) {
-    std::lock_guard g(block_->lock);
-    return found(*block_, bar).phase != parity;
+    Mbarrier& m = barrier_at(bar);
+    std::lock_guard g(m.lock);
+    REQUIRE(m.count > 0);
+    return m.phase != parity;
 }
 static inline void mbarrier_wait_parity(u32 bar, u32 parity) {
-    std::unique_lock g(block_->lock);
-    Mbarrier& m = found(*block_, bar);
-    block_->moved.wait(g, [&] {
+    Mbarrier& m = barrier_at(bar);
+    std::unique_lock g(m.lock);
+    REQUIRE(m.count > 0);
+    m.moved.wait(g, [&] {
         // The copies of a phase that is over have all landed: these belong to the one that is waited for.
         if (m.phase == parity)
-            for (auto& copy : std::exchange(block_->copies[bar], {})) copy();
+            for (auto& copy : std::exchange(m.copies, {})) copy();
         return m.phase != parity;
     });
 }
@@ -196,19 +201,19 @@ static inline u64 createpolicy_evict_first() { return 0; }
 static inline u64 createpolicy_evict_normal() { return 0; }
 static inline void cp_async_bulk(u32 to, const void* from, u32 bytes, u32 bar, u64) {
     REQUIRE(to % 16 == 0 && uintptr_t(from) % 16 == 0 && bytes % 16 == 0 && bytes > 0);
-    Block* const b = block_;
+    Mbarrier& m = barrier_at(bar);
     u8* const target = at(to, bytes);
-    const auto copy = [=] {
+    const auto copy = [=, &m] {
         std::memcpy(target, from, bytes);
-        Mbarrier& m = found(*b, bar);
         m.bytes -= bytes;
-        settle(*b, m);
+        m.settle();
     };
-    std::lock_guard g(b->lock);
-    if (b->random() % 2)
+    static thread_local std::mt19937 random(seed_ + threadIdx.x + 1024 * blockIdx.x);
+    std::lock_guard g(m.lock);
+    if (random() % 2)
         copy();
     else
-        b->copies[bar].push_back(copy), b->moved.notify_all();
+        m.copies.push_back(copy), m.moved.notify_all();
 }
 static inline void cp_async_bulk_prefetch_l2(const void* from, u32 bytes) {
     REQUIRE(uintptr_t(from) % 16 == 0 && bytes % 16 == 0);
@@ -360,11 +365,11 @@ template <int NB> static inline void wgmma_m64k16(f32x4 (&d)[NB], u32 a0, u32 a1
 // ---- launch
 template <class F>
 static void run(unsigned grid, unsigned threads, unsigned clusters, size_t smem, unsigned seed, F f) {
-    gridDim.x = grid;
+    gridDim.x = grid, seed_ = seed;
     for (unsigned first = 0; first < grid; first += clusters) {
         Cluster c;
         for (unsigned r = 0; r < clusters; ++r)
-            c.blocks.push_back(std::make_unique<Block>(threads, smem, seed + first + r));
+            c.blocks.push_back(std::make_unique<Block>(threads, smem));
         c.all.emplace(clusters * threads);
         std::vector<std::thread> all;
         for (unsigned r = 0; r < clusters; ++r)
