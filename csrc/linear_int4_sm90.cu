@@ -11,9 +11,8 @@
 // over the groups, what the zero points cost:
 //   PREPARE   (to 8 tokens)  every block for itself, as soon as the kernel before has ended; all of it stays in shared
 //                            memory, the norm's rstd with it
-//   else      (8 and more)   arrange_rows_sm90.cu has done it once for all blocks. One more kernel costs 3 us of
-//   waiting
-//                            for each other, of which the rings fill for 2; for 32 tokens preparing would cost more
+//   else      (8 and more)   arrange_rows_sm90.cu has done it once for all blocks: one more kernel to wait for, 3 us of
+//                            which the rings fill for 2
 // WGMMA (4 WN WK warps, S strips of 64 rows each): weights are the A operand in registers, x the B operand in shared
 // memory; the zero points are a step of k more. Else mma.sync: at 32 tokens bound by the tensor cores (6.1 clocks an
 // instruction and quarter of a multiprocessor, against 16 for four of them at once with wgmma).
@@ -28,7 +27,7 @@
 // wait for all of them), then PREFETCH more steps into L2, before griddepcontrol.wait. One order of summation whatever
 // m and the token's position: same input, same bits.
 //
-// Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (1, 2, 4 with PREPARE; 8, 16, 32), FU_GRID,
+// Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (1, 2, 4, 8 with PREPARE, 8, 16, 32 without), FU_GRID,
 // FU_CLUSTER, FU_WN, FU_WK, FU_S, FU_CHUNK, FU_SLOTS, FU_XSLOTS, FU_PREFETCH, FU_DELAY, FU_PACE, FU_SMEM, FU_REGISTERS,
 // FU_WG (WGMMA), FU_PREPARE, FU_GAIN (with PREPARE), FU_HALF, FU_RMS, FU_BIAS, FU_SWIGLU, FU_RESIDUAL, FU_STAMPS
 // (`bias` then takes the times of Moment, u64 [grid, 8]).
