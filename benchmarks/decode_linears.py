@@ -146,6 +146,11 @@ def gain_of(lin: Linear) -> Tensor | None:
     return gain.bfloat16().cuda() if lin.prologue else None
 
 
+def chosen_for(lin: Linear, tokens: int) -> int4.Config:
+    """What runs so many tokens of a linear in groups of 128, bfloat16."""
+    return int4.choose(lin.n, lin.k, 128, int4.bound(tokens), norm=bool(lin.prologue))
+
+
 def takes_gain(lin: Linear, dtype: torch.dtype) -> bool:
     """float16 models keep the norm before the linear."""
     return lin.prologue == "rms" and dtype == torch.bfloat16
@@ -453,12 +458,7 @@ def bench(models: list[str], tokens: list[int], seconds: float, with_peers: bool
                     row["error"] = round(errors[name], 3)
                 if name == "int4 (ours)":
                     row |= {"GB/s": round(size / us / 1e3), "of copy": round(size / us / 1e3 / copy, 3), "card": state}
-                    row["configurations"] = {
-                        lin.name: dataclasses.asdict(
-                            int4.choose(lin.n, lin.k, 128, min(m, 32), norm=bool(lin.prologue))
-                        )
-                        for lin in linears(model)
-                    }
+                    row["configurations"] = {lin.name: dataclasses.asdict(chosen_for(lin, m)) for lin in linears(model)}
                 out["rows"].append(row)
                 print(json.dumps({k: v for k, v in row.items() if k != "configurations"}), flush=True)
             del cases
@@ -492,11 +492,11 @@ def beginnings(c: int4.Config) -> list[tuple[int, int]]:
     return [(0, 0), (700, 0), (0, bytes_ // 16), *late]
 
 
-def variants(n: int, k: int, tokens: int, norm: bool) -> list[int4.Config]:
-    """Configurations worth timing for one shape; the one that is chosen now stands first and is tried in the layer in
+def variants(lin: Linear, tokens: int) -> list[int4.Config]:
+    """Configurations worth timing for one linear; the one that is chosen now stands first and is tried in the layer in
     any case."""
-    bound, sms = next(t for t in int4.TOKENS if tokens <= t), 132
-    found = [int4.choose(n, k, 128, bound, sms, False, norm)]
+    n, k, bound, sms = lin.n, lin.k, int4.bound(tokens), 132
+    found = [chosen_for(lin, tokens)]
     share = int4.ceil_div(n, 16) / sms
     if bound <= 2:
         for cluster, warps, warps_k, strips, chunk in itertools.product(
@@ -505,7 +505,7 @@ def variants(n: int, k: int, tokens: int, norm: bool) -> list[int4.Config]:
             if warps // warps_k * strips <= 1.3 * max(1, share * cluster) and not (cluster > 1 and share > 3):
                 found.append(int4.integer(n, k, 128, bound, sms, cluster, warps, warps_k, strips, chunk))
     seen: dict[tuple[int, bool, bool], set[tuple[int, ...]]] = {}
-    for c in int4.configs(n, k, 128, bound, sms, norm=norm):
+    for c in int4.configs(n, k, 128, bound, sms, norm=bool(lin.prologue)):
         divisions = seen.setdefault((c.cluster, c.wgmma, c.prepare), set())
         division = (c.warps_n, c.warps_k, c.strips, c.chunk)
         if division not in divisions and len(divisions) < EACH:
@@ -537,7 +537,7 @@ def tune(model: str, tokens: int, seconds: float, rounds: int = 2) -> dict[str, 
     for lin in shapes:
         v = torch.randn(tokens, lin.k, device="cuda", dtype=torch.bfloat16)
         r = torch.randn(tokens, lin.n, device="cuda", dtype=torch.bfloat16) if "residual" in lin.epilogue else None
-        configs = variants(lin.n, lin.k, tokens, bool(lin.prologue))
+        configs = variants(lin, tokens)
         prepare([(lin, c) for c in configs])
         configs = [c for c in configs if kernels[lin.name, c].cubin.resources.spill_stores == 0]
         want = ours(v, weights[lin.name][0], lin, 128, None, r, gain_of(lin)).float()
@@ -584,7 +584,7 @@ def tune(model: str, tokens: int, seconds: float, rounds: int = 2) -> dict[str, 
         print(f"{model} M={tokens} layer {us:.2f} us {name} {c}", flush=True)
         out["layer"].append({"case": name, "layer us": round(us, 2), **dataclasses.asdict(c)})
     for lin in shapes:
-        int4.TUNED[lin.n, lin.k, next(t for t in int4.TOKENS if tokens <= t)] = chosen[lin.name]
+        int4.TUNED[lin.n, lin.k, int4.bound(tokens)] = chosen[lin.name]
     return out
 
 
@@ -615,7 +615,7 @@ def timeline(model: str, tokens: int) -> list[dict[str, Any]]:
     x = torch.randn(tokens, MODELS[model][0], device="cuda", dtype=torch.bfloat16)
     kernels, times = {}, {}
     for lin in linears(model):
-        config = int4.choose(lin.n, lin.k, 128, tokens, norm=bool(lin.prologue))
+        config = chosen_for(lin, tokens)
         if config.kind != "float":
             raise SystemExit(f"{lin.name} of {tokens} tokens runs in integers, which take no times")
         gain = lin.prologue == "rms"

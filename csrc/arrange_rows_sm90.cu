@@ -4,16 +4,18 @@
 //
 //   record of 128 columns:  [32 columns][8 tokens][lane 4g + t: token g, columns 8t .. 8t + 7][16 bytes]
 //                           [group][token] float32 sums, in the unit of the codes' products (int4.cuh)
+//   the same for wgmma:     [32 columns][8 tokens][word q of those 16 bytes: a core matrix][token g][word of lane t]
+//                           [token] the sum with its sign turned, in three bfloat16 parts of a row of 16 bytes
 //
 // bfloat16 values carry the powers of two of Form::scaled. Columns behind K are zeros, tokens behind m are left out: no
 // sum of a token that exists meets them.
 //
 // A block takes one row or, without a norm, one of PARTS parts of it. 128 threads, so that it fits beside a block of
-// the linear, which it lets in at once: weights are on their way meanwhile. The gain is read before
-// griddepcontrol.wait: it is a packed weight's peer, finished before any graph runs.
+// the linear, which it lets in at once: weights are on their way meanwhile.
 //
-// Rendered constants: FU_KERNEL, FU_K, FU_GROUP, FU_TOKENS, FU_PARTS, FU_HALF, FU_RMS, FU_GAIN.
+// Rendered constants: FU_KERNEL, FU_K, FU_GROUP, FU_TOKENS, FU_PARTS, FU_HALF, FU_RMS, FU_GAIN, FU_WG.
 #include "int4.cuh"
+#include "row.cuh"
 
 namespace {
 constexpr int K = FU_K, TOKENS = FU_TOKENS, NB = TOKENS / 8, PARTS = FU_PARTS, THREADS = 128;
@@ -26,15 +28,7 @@ using F = Form<HALF>;
 static_assert(K % 8 == 0, "16-byte loads");
 static_assert(!RMS || PARTS == 1, "a norm needs the whole row");
 
-DEVICE f32x2 floats(u32 x) { return {to_f32<HALF>(u16(x)), to_f32<HALF>(u16(x >> 16))}; }
-DEVICE float squares(u32 x, float sum) {
-    const f32x2 v = floats(x);
-    return fmaf(v.x, v.x, fmaf(v.y, v.y, sum));
-}
-DEVICE float total(u32 x) {
-    const f32x2 v = floats(x);
-    return v.x + v.y;
-}
+DEVICE float total(u32 pair) { return to_f32<HALF>(u16(pair)) + to_f32<HALF>(u16(pair >> 16)); }
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -55,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int chunk = first + i * THREADS, tile = chunk / 16, place = chunk % 16;
-        if (RMS) sum = squares(v[i].x, squares(v[i].y, squares(v[i].z, squares(v[i].w, sum))));
+        if (RMS) sum = squares<HALF>(v[i], sum);
         if (GAIN) v[i] = F::times_gain(v[i], chunk * 8 < K ? ld_global_nc_v4(gain + chunk * 8) : u32x4{0, 0, 0, 0});
         float group = total(v[i].x) + total(v[i].y) + (total(v[i].z) + total(v[i].w));
 #pragma unroll
@@ -83,14 +77,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
     if (!RMS) return;
-#pragma unroll
-    for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, m);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        sum = 0;
-#pragma unroll
-        for (int i = 0; i < THREADS / 32; ++i) sum += sums[i];
-        rstd[row] = rsqrt_approx(sum / K + eps);
-    }
+    sum = block_sum<THREADS>(sum, sums);
+    if (threadIdx.x == 0) rstd[row] = rsqrt_approx(sum / K + eps);
 }

@@ -35,6 +35,7 @@
 #include "gemm_ptx.cuh"
 #include "int4.cuh"
 #include "parts.cuh"
+#include "row.cuh"
 
 namespace {
 constexpr int N = FU_N, K = FU_K, GROUP = FU_GROUP, TOKENS = FU_TOKENS, NB = TOKENS < 8 ? 1 : TOKENS / 8;
@@ -142,8 +143,7 @@ DEVICE void prepare(u32 smem, const u16* x, const u16* gain, int m, int ldx, con
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const u32 pair = i == 0 ? v[r][t].x : i == 1 ? v[r][t].y : i == 2 ? v[r][t].z : v[r][t].w;
-                    const float low = to_f32<HALF>(u16(pair)), high = to_f32<HALF>(u16(pair >> 16));
-                    square[t] = fmaf(low, low, fmaf(high, high, square[t]));
+                    square[t] = squares<HALF>(pair, square[t]);
                 }
             if (GAIN) v[r][t] = F::times_gain(v[r][t], g[r]);
             if (chunk < chunks) st_shared_v4(to + t * 64, F::scaled(v[r][t]));
@@ -181,6 +181,19 @@ DEVICE void prepare(u32 smem, const u16* x, const u16* gain, int m, int ldx, con
     bar_sync<CONSUMERS>(3);
 }
 
+// Sums of rows g (x, y) and g + 8 (z, w).
+DEVICE void times(f32x4 (&sums)[NB], float top, float bottom) {
+#pragma unroll
+    for (f32x4& v : sums) v = {v.x * top, v.y * top, v.z * bottom, v.w * bottom};
+}
+// From the unit before to this group's scales.
+DEVICE void in_units_of(float top, float bottom, f32x4 (&sums)[NB], f32x2& unit) {
+    top += 0x1p-60f, bottom += 0x1p-60f;
+    const float from_top = unit.x * rcp_approx(top), from_bottom = unit.y * rcp_approx(bottom);
+    unit = {top, bottom};
+    times(sums, from_top, from_bottom);
+}
+
 // One tile of S strips (CHUNK * TILE apart); x: the tile's record.
 DEVICE void multiply(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u32 x, int lane) {
     const u32 at = weights + lane * 16, scales = weights + (lane >> 2) * 4, zeros = weights + (lane >> 2) * 2;
@@ -197,12 +210,8 @@ DEVICE void multiply(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u32 x, 
 #pragma unroll
             for (int s = 0; s < S; ++s) {
                 const GroupScale q = group_scale<GROUP>(scales + s * CHUNK * TILE, zeros + s * CHUNK * TILE, gi);
-                const float s0 = q.s0 + 0x1p-60f, s1 = q.s1 + 0x1p-60f;
-                const float r0 = unit[s].x * rcp_approx(s0), r1 = unit[s].y * rcp_approx(s1);
-                unit[s] = {s0, s1}, zero[s] = {q.z0, q.z1};
-#pragma unroll
-                for (int nb = 0; nb < NB; ++nb)
-                    acc[s][nb] = {acc[s][nb].x * r0, acc[s][nb].y * r0, acc[s][nb].z * r1, acc[s][nb].w * r1};
+                zero[s] = {q.z0, q.z1};
+                in_units_of(q.s0, q.s1, acc[s], unit[s]);
             }
         u32x4 b[NB];
 #pragma unroll
@@ -235,8 +244,9 @@ DEVICE void multiply(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u32 x, 
 
 // ---- the same on wgmma ---------------------------------------------------------------------------------------------
 
-// An operand's descriptor is an address in units of 16 bytes and, above 32 bits, constants: core matrices (8 rows x 16
-// bytes) lie `K` bytes apart along k, `ROWS` along the rows. Only sums in uniform registers stay single instructions.
+// An operand's descriptor: `low` is its address in units of 16 bytes, with the distance of its core matrices (8 rows x
+// 16 bytes) along k above 16 bits; they lie ROWS bytes apart along the rows. Only sums in uniform registers stay single
+// instructions.
 template <int ROWS>
 DEVICE u64 descriptor(u32 low) {
     return u64(low) | u64(ROWS / 16) << 32;
@@ -251,12 +261,7 @@ DEVICE void multiply_wgmma(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u
 #pragma unroll
     for (int s = 0; s < S; ++s) {
         const u32 pair = ld_shared_u32(scales + s * CHUNK * TILE + fu::kNibbleBytes);
-        const float s0 = to_f32<true>(u16(pair)) + 0x1p-60f, s1 = to_f32<true>(u16(pair >> 16)) + 0x1p-60f;
-        const float r0 = unit[s].x * rcp_approx(s0), r1 = unit[s].y * rcp_approx(s1);
-        unit[s] = {s0, s1};
-#pragma unroll
-        for (int nb = 0; nb < NB; ++nb)
-            acc[s][nb] = {acc[s][nb].x * r0, acc[s][nb].y * r0, acc[s][nb].z * r1, acc[s][nb].w * r1};
+        in_units_of(to_f32<true>(u16(pair)), to_f32<true>(u16(pair >> 16)), acc[s], unit[s]);
     }
     const u32 units = uniform(x >> 4 & 0x3fff | 8 << 16), zeros_at = uniform((x + TOKENS * 256) >> 4 & 0x3fff);
     u32 a[2][4][4];
@@ -437,12 +442,7 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
         stamp(bias, MULTIPLIED, 0);
         griddepcontrol_wait();  // before what others wrote is read, and what they read is written
 #pragma unroll
-        for (int s = 0; s < S; ++s) {
-            const float u0 = unit[s].x * F::UNIT, u1 = unit[s].y * F::UNIT;
-#pragma unroll
-            for (int nb = 0; nb < NB; ++nb)
-                acc[s][nb] = {acc[s][nb].x * u0, acc[s][nb].y * u0, acc[s][nb].z * u1, acc[s][nb].w * u1};
-        }
+        for (int s = 0; s < S; ++s) times(acc[s], unit[s].x * F::UNIT, unit[s].y * F::UNIT);
         if constexpr (DIRECT) {
             if (PREPARE && RMS) bar_sync<CONSUMERS>(1);  // rstd
 #pragma unroll

@@ -23,19 +23,17 @@ DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "mem
 // Lets the next grid's blocks start as soon as there is room for them.
 DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Lets the clock of the multiprocessor advance by that much (0: no instruction).
-DEVICE void wait_clocks(u32 clocks) {
-    u32 start, now;
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(start));
-    do {
-        asm volatile("nanosleep.u32 40;\n mov.u32 %0, %%clock;" : "=r"(now)::"memory");
-    } while (now - start < clocks);
-}
-
 DEVICE u32 clock_now() {
     u32 now;
     asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory");
     return now;
+}
+// Lets the clock of the multiprocessor advance by that much (0: no instruction).
+DEVICE void wait_clocks(u32 clocks) {
+    const u32 start = clock_now();
+    do {
+        asm volatile("nanosleep.u32 40;" ::: "memory");
+    } while (clock_now() - start < clocks);
 }
 
 // Nanoseconds, the same clock on all multiprocessors.

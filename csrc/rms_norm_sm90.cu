@@ -4,7 +4,7 @@
 // attention_int4_sm90.cu does and for the same reason.
 //
 // Rendered constants: FU_KERNEL (name), FU_K, FU_HALF.
-#include "ptx.cuh"
+#include "row.cuh"
 
 namespace {
 constexpr int K = FU_K, THREADS = 256, VECTORS = (K / 8 + THREADS - 1) / THREADS;
@@ -19,10 +19,6 @@ DEVICE u32 scaled(u32 x, u32 w, float r) {
         y |= u32(from_f32<HALF>(to_f32<HALF>(u16(w >> i)) * n)) << i;
     }
     return y;
-}
-DEVICE float squares(u32 x, float sum) {
-    const float a = to_f32<HALF>(u16(x)), b = to_f32<HALF>(u16(x >> 16));
-    return fmaf(a, a, fmaf(b, b, sum));
 }
 }  // namespace
 
@@ -45,15 +41,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         v[i] = at < K ? ld_global_cg_v4(from + at) : u32x4{0, 0, 0, 0};
     }
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) sum = squares(v[i].x, squares(v[i].y, squares(v[i].z, squares(v[i].w, sum))));
-#pragma unroll
-    for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, m);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    sum = 0;
-#pragma unroll
-    for (int i = 0; i < THREADS / 32; ++i) sum += sums[i];
-    const float r = rsqrt_approx(sum / K + eps);
+    for (int i = 0; i < VECTORS; ++i) sum = squares<HALF>(v[i], sum);
+    const float r = rsqrt_approx(block_sum<THREADS>(sum, sums) / K + eps);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int at = (i * THREADS + int(threadIdx.x)) * 8;

@@ -453,7 +453,7 @@ def kernels_of(config: Any, tokens: Iterable[int] = (1, 8, 32), group: int = 128
     config = getattr(config, "text_config", None) or config
     linears = linears_of(config)
     tokens = list(tokens)
-    bounds = sorted({next((b for b in int4.TOKENS if t <= b), int4.TOKENS[-1]) for t in tokens})
+    bounds = sorted({int4.bound(t) for t in tokens})
     kernels = [
         (int4.kernel(n, k, group, bound, half, prologue, epilogue, int4.SMS, gain), gain)
         for bound in bounds

@@ -86,6 +86,11 @@ def operand_reasons(x: Tensor, columns: int, bias: Tensor | None, residual: Tens
     )
 
 
+def columns_of(n: int, epilogue: str) -> int:
+    """Columns of the output of a linear with n rows: SwiGLU makes one of two."""
+    return n // 2 if "swiglu" in epilogue else n
+
+
 def first_of(reasons: Iterable[Reason]) -> str | None:
     """The first reason that holds, or none."""
     return next((say() for wrong, say in reasons if wrong), None)
@@ -96,14 +101,14 @@ def refuses(
 ) -> str | None:
     """Why no CUDA decode linear runs this call, or none. Works on fake tensors."""
     tokens = x.numel() // k if k else 0
-    half = n // 2 if "swiglu" in epilogue else n
+    columns = columns_of(n, epilogue)
     reasons: tuple[Reason, ...] = (
         *input_reasons(x, k),
         (not 1 <= tokens <= MAX_TOKENS, lambda: f"{tokens} tokens; decode kernels take 1 to {MAX_TOKENS}"),
         (k % 8 != 0, lambda: f"{k} input features are not a multiple of 8 (16-byte loads)"),
-        ("swiglu" in epilogue and half % 8 != 0, lambda: f"{half} gate rows are not a multiple of 8"),
+        ("swiglu" in epilogue and columns % 8 != 0, lambda: f"{columns} gate rows are not a multiple of 8"),
         (prologue not in ("", "rms") or epilogue not in _ORDERED, lambda: f"unknown steps {prologue!r}, {epilogue!r}"),
-        *operand_reasons(x, half, bias, residual),
+        *operand_reasons(x, columns, bias, residual),
     )
     return first_of(reasons) or unavailable(x.device.index or 0)
 
@@ -148,7 +153,7 @@ def launch(
     Returns:
         [..., N], or [..., N/2] with swiglu, in x's dtype; ``y`` when it is given.
     """
-    columns = n // 2 if "swiglu" in epilogue else n
+    columns = columns_of(n, epilogue)
     if y is None:
         y = x.new_empty((*x.shape[:-1], columns))
     x, ldx = rows(x, k)
@@ -190,7 +195,7 @@ def in_parts(
     Returns:
         [..., N], or [..., N/2] with swiglu, in x's dtype.
     """
-    tokens, columns = x.numel() // k, n // 2 if "swiglu" in epilogue else n
+    tokens, columns = x.numel() // k, columns_of(n, epilogue)
     if tokens <= most:
         return run(x, residual, None)
     y = x.new_empty((*x.shape[:-1], columns))

@@ -387,7 +387,7 @@ def _refuses(
 ) -> str | None:
     """Why no product with a weight of this shape and dtype runs this call, or none. Works on fake tensors."""
     n, k = shape
-    columns = n // 2 if "swiglu" in epilogue else n
+    columns = common.columns_of(n, epilogue)
     reasons: tuple[common.Reason, ...] = (
         *common.input_reasons(x, k),
         (
@@ -460,7 +460,7 @@ def _run(
     x: Tensor, flat: Tensor, weight: Tensor, residual: Tensor | None, epilogue: str, promote: bool, **operands: Any
 ) -> Tensor:
     n = weight.shape[0]
-    columns = n // 2 if "swiglu" in epilogue else n
+    columns = common.columns_of(n, epilogue)
     y = x.new_empty((*x.shape[:-1], columns))
     m = flat.shape[0]
     if m:

@@ -87,27 +87,34 @@ class Config:
         """Most bytes of shared memory."""
         return SMEM if self.kind == "integer" else SMEM_ALONE
 
-    def record(self, groups: int) -> int:
-        """float: bytes of x in 128 columns and what goes with them (arrange_rows_sm90.cu, or prepare in the kernel)."""
-        if self.prepare:
-            return 4 * (self.tokens * 64 + 64)
-        return self.tokens * (256 + (16 if self.wgmma else groups * 4))
-
     def smem(self, n: int, k: int, group: int) -> int:
         """Bytes of shared memory: the sum at the top of each kernel."""
-        tile, groups, warps = int4_tile_bytes(group), TILE_K // group, self.warps
+        tile, warps = int4_tile_bytes(group), self.warps
         depth = ceil_div(ceil_div(k, TILE_K), self.cluster)
         ring = ceil_div(warps * self.slots * self.strips * self.chunk * tile, 128) * 128
         if self.kind == "integer":
             x_tile = 768 if self.tokens == 2 else 512 if depth <= 64 else 384
             sums = 384 * self.warps_k * self.warps_n * self.strips
-            return ring + depth * (x_tile + groups * 32) + sums + 8 * warps * (1 + self.slots)
-        x = (depth if self.prepare else self.xslots * self.warps_k) * self.record(groups)
+            return ring + depth * (x_tile + TILE_K // group * 32) + sums + 8 * warps * (1 + self.slots)
+        if self.prepare:  # 64 bytes behind every 32 columns
+            x = depth * 4 * (self.tokens * 64 + 64)
+        else:
+            x = self.xslots * self.warps_k * record(self.tokens, group, self.wgmma)
         sums = 0 if self.cluster * self.warps_k == 1 else warps * self.strips * max(8, self.tokens) * 64
         one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= warps // self.warps_k * self.strips
         rings = max(ring + x, sums) if one_pass else ring + x + sums
         bars = warps * 32 if self.prepare else self.xslots * 16
         return rings + max(8, self.tokens) * 4 + bars + warps * self.slots * 8
+
+
+def record(tokens: int, group: int, wgmma: bool) -> int:
+    """Bytes of 128 columns of x and their sums, as arrange_rows_sm90.cu leaves them."""
+    return tokens * (256 + (16 if wgmma else TILE_K // group * 4))
+
+
+def bound(tokens: int) -> int:
+    """Of TOKENS: what runs so many tokens, or the largest, which runs more in parts."""
+    return next((t for t in TOKENS if tokens <= t), TOKENS[-1])
 
 
 def _units(cluster: int, strips: int, sms: int) -> int:
@@ -247,13 +254,13 @@ def choose(n: int, k: int, group: int, tokens: int, sms: int = SMS, half: bool =
         half: float16 activations.
         norm: the linear has a norm before it.
     """
-    bound = next(t for t in TOKENS if tokens <= t)
-    tuned = TUNED.get((n, k, bound)) if sms == SMS and group == 128 and not half else None
+    most = bound(tokens)
+    tuned = TUNED.get((n, k, most)) if sms == SMS and group == 128 and not half else None
     if tuned is not None and not (norm and tuned.prepare and tuned.cluster > 1):  # which knows a part of the row only
         return tuned
-    if bound <= 2:
-        return _integer(n, k, group, bound, sms)
-    found = configs(n, k, group, bound, sms, half, norm) or configs(n, k, group, 8, sms, half, norm)
+    if most <= 2:
+        return _integer(n, k, group, most, sms)
+    found = configs(n, k, group, most, sms, half, norm) or configs(n, k, group, 8, sms, half, norm)
     return found[0]
 
 
@@ -288,9 +295,7 @@ def kernel(
     n: int, k: int, group: int, tokens: int, half: bool, prologue: str, epilogue: str, sms: int, gain: bool = False
 ) -> jit.Kernel:
     """The kernel that runs this call; compiled at its first launch."""
-    return _kernel(
-        n, k, group, next((t for t in TOKENS if tokens <= t), TOKENS[-1]), half, prologue, epilogue, sms, gain
-    )
+    return _kernel(n, k, group, bound(tokens), half, prologue, epilogue, sms, gain)
 
 
 @functools.cache
@@ -319,15 +324,13 @@ def _arrange_kernel(k: int, group: int, tokens: int, half: int, rms: int, wg: in
 
 
 def _arrange(
-    kernel: jit.Kernel, x: Tensor, k: int, prologue: str, gain: Tensor | None, eps: float
+    run: jit.Kernel, x: Tensor, k: int, prologue: str, gain: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """x [M, K] as arrange_rows_sm90.cu says (bytes), and rstd, float32 [M], with a norm."""
-    run = arrange_kernel(kernel, gain is not None)
-    assert run is not None
     rows, c = x.numel() // k, run.constants
     x, ldx = common.rows(x, k)
-    record = c["TOKENS"] * (256 + (16 if c["WG"] else TILE_K // c["GROUP"] * 4))
-    records = x.new_empty(ceil_div(k, TILE_K) * record, dtype=torch.uint8)
+    size = ceil_div(k, TILE_K) * record(c["TOKENS"], c["GROUP"], bool(c["WG"]))
+    records = x.new_empty(size, dtype=torch.uint8)
     rstd = x.new_empty(rows, dtype=torch.float32) if prologue else None
     device = x.device.index
     run(
@@ -411,9 +414,9 @@ def launch_with(
     y: Tensor | None = None,
 ) -> Tensor:
     """One kernel of :func:`kernel_of`, behind the one that puts x in order if it needs that."""
-    norm = gain
-    if kernel.constants.get("PREPARE") == 0:
+    norm, before = gain, arrange_kernel(kernel, gain is not None)
+    if before is not None:
         if y is None:
-            y = x.new_empty((*x.shape[:-1], n // 2 if "swiglu" in epilogue else n))
-        x, norm = _arrange(kernel, x, k, prologue, gain, eps)
+            y = x.new_empty((*x.shape[:-1], common.columns_of(n, epilogue)))
+        x, norm = _arrange(before, x, k, prologue, gain, eps)
     return common.launch(kernel, x, packed, n, k, bias, residual, eps, scale, epilogue, y, (norm,))

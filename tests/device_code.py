@@ -392,10 +392,8 @@ def source_of(kernel: jit.Kernel) -> str:
 
 def build(folder: Path, name: str, text: str) -> ctypes.CDLL:
     """A shared library of device code. Without g++ this is an error: the code would go unchecked."""
-    for header in ("ptx.cuh", "gemm_ptx.cuh"):
-        (folder / header).write_text(PTX)
-    for header in ("layout.cuh", "int4.cuh", "epilogue.cuh", "parts.cuh", "gemm_fp8_state.cuh"):
-        (folder / header).write_text((CSRC / header).read_text())
+    for header in CSRC.glob("*.cuh"):
+        (folder / header.name).write_text(PTX if header.name in ("ptx.cuh", "gemm_ptx.cuh") else header.read_text())
     source = folder / f"{name}.cpp"
     source.write_text(text)
     so = source.with_suffix(".so")

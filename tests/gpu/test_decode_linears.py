@@ -62,10 +62,9 @@ def divisions(tokens: int) -> list:
     """Every shape with the first configuration of each cluster, prepared x, wgmma and depth of a stage: most are chosen
     by no shape of these tests."""
     found = []
-    bound = next(b for b in int4.TOKENS if tokens <= b)
     for lin in SHAPES:
         kinds = {}
-        for c in int4.configs(lin.n, lin.k, 128, bound, 132, norm=bool(lin.prologue)):
+        for c in int4.configs(lin.n, lin.k, 128, int4.bound(tokens), 132, norm=bool(lin.prologue)):
             kinds.setdefault((c.cluster, c.prepare, c.wgmma, min(c.chunk, 2)), (lin, c))
         found += kinds.values()
     return found

@@ -126,7 +126,7 @@ def test_against_float64(name, tmp_path):
     if arrange is not None:
         lib = library(tmp_path, "arrange", arrange, ARRANGE)
         records = torch.full(
-            (-(-case.k // 128) * c.record(128 // case.group),), 0xFD, dtype=torch.uint8
+            (-(-case.k // 128) * int4.record(c.tokens, case.group, c.wgmma),), 0xFD, dtype=torch.uint8
         ).share_memory_()
         norm = torch.full((rows,), float("nan")).share_memory_() if case.prologue else None
         grid = rows * arrange.constants["PARTS"]
