@@ -163,7 +163,7 @@ class Int4Layer(StaticLayer):
     def _length(self) -> int:
         """Tokens in the cache: as the host knows it, else read."""
         counter = self.cumulative_length
-        known = LENGTHS.known(counter, capturing(counter))
+        known = LENGTHS.known(counter, captured=True) if capturing(counter) else None
         return LENGTHS.read([counter])[0] if known is None else known
 
     def __repr__(self) -> str:
