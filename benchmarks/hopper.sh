@@ -61,6 +61,10 @@ for part in $parts; do
         for tool in memcheck racecheck; do
             run 200 "$tool" compute-sanitizer --report-api-errors no --tool $tool \
                 python3 -m pytest -q -m gpu tests/gpu/test_decode_linears.py -k "37x200 or 1x8"
+            run 100 "$tool-gemm" compute-sanitizer --report-api-errors no --tool $tool \
+                python3 benchmarks/prefill_gemm.py --check --quick
+            run 100 "$tool-prefill" compute-sanitizer --report-api-errors no --tool $tool \
+                python3 -m pytest -q -m gpu tests/gpu/test_gemm.py -k "test_mlp or (test_codes and 576) or (rope and norms)"
         done
         ;;
     *) echo "no part $part" ;;

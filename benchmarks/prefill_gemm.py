@@ -6,10 +6,14 @@
     python benchmarks/prefill_gemm.py --tune                       # every configuration, beside each other
     python benchmarks/prefill_gemm.py --depth                      # FP8 accumulation error over K
 
-Cases run interleaved (A B C A B C), each for at least ``--seconds`` in all, on random data; TFLOP/s: 2 M N K over the
-median over rounds, in CUDA graphs. What is timed of ours is one launch with everything that the tuple names (two with
-e4m3 output). Peers: cuBLASLt through torch.matmul and torch._scaled_mm (per tensor, per row), and torch.compile of the
-product with SwiGLU; they get the same operands.
+Cases run interleaved (A B C C B A), each for at least ``--seconds`` in all; TFLOP/s: 2 M N K over the median over
+rounds, in CUDA graphs. What is timed of ours is one launch with everything that the tuple names (two with e4m3 output).
+Peers: cuBLASLt through torch.matmul and torch._scaled_mm (per tensor, per row), torch.compile of the product with
+SwiGLU, and, where it is installed, quack's gated GEMM, which CODA builds on; they get the same operands.
+
+The card is limited by its power, and what toggles in it depends on the data: activations are N(0, 1), weights N(0, 1/K)
+times a factor from 0.5 to 1.5 for each row; as BF16, or as e4m3 codes, with one scale, 2^-6, and with one for each row
+of the weight (largest code 448).
 
 error: largest |y - y64| in bfloat16 roundings (2^-8 |y64|, at least 2^-8 of an eighth of the row's rms), y64 in
 float64 from the same operands; for e4m3 outputs in units of half their spacing (2^-4 |y64|, at least the same of an
@@ -21,9 +25,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
+import importlib.util
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -232,13 +239,19 @@ def check_one(g: Gemm, m: int, config: Config, dtype: torch.dtype) -> tuple[floa
 
 
 def check(args: argparse.Namespace) -> None:
-    """Small shapes, all configurations; prints what is wrong and a line per configuration."""
+    """Small shapes, all configurations; prints what is wrong and a line per configuration.
+
+    ``--quick``: what is chosen for many tokens and the promoted tile, 300 tokens, for compute-sanitizer.
+    """
     cases = small_cases()
+    if args.quick:
+        few = (gemm.PAIR, gemm.TOGETHER, gemm.TURNS, gemm.PROMOTED[0][0])
+        cases = [(g, c, d) for g, c, d in cases if c in few and g not in LONG]
     jit.warmup(kernels(cases), progress=False)
     print(f"{len(cases)} kernels", flush=True)
     worst: dict[Any, float] = {}
     for g, c, d in cases:
-        for m in (2300,) if g in LONG else TOKENS:
+        for m in (300,) if args.quick else (2300,) if g in LONG else TOKENS:
             error, squares = check_one(g, m, c, d)
             if not (error <= limit(g, c, d) and squares < 1e-5):
                 print(f"WRONG {c} {g.name} {d} tokens {m}: {error:.3g} roundings, squares {squares:.2e}", flush=True)
@@ -264,9 +277,10 @@ def captured(run: Callable[[], Any], times: int) -> torch.cuda.CUDAGraph:
 def interleaved(
     cases: dict[str, Callable[[], Any]], seconds: float, rounds: int, card: Watch | None = None, inner: int = 1
 ) -> dict[str, dict[str, Any]]:
-    """Name -> ms (median over rounds), and the card while it ran; each case runs for ``seconds`` in all.
+    """Name -> ms (median over rounds), and the card half-way; each case is timed for ``seconds`` in all.
 
-    ``inner``: how many of what is timed one call does.
+    Before each part a case runs for a third of it untimed: the card's clock follows its power with a delay, and would
+    be the case's before. Every other round goes backwards. ``inner``: how many of what is timed one call does.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     count: dict[str, int] = {}
@@ -281,13 +295,17 @@ def interleaved(
         count[name] = max(1, int(seconds / rounds * 2e3 / start.elapsed_time(end)))
     found: dict[str, list[float]] = {name: [] for name in cases}
     seen: dict[str, str] = {}
-    for _ in range(rounds):
-        for name, run in cases.items():
+    for i in range(rounds):
+        for name, run in list(cases.items())[:: -1 if i % 2 else 1]:
+            for _ in range(max(1, count[name] // 3)):
+                run()
             start.record()
             for _ in range(count[name]):
                 run()
             end.record()
             if card is not None:
+                start.synchronize()
+                time.sleep(0.5 * seconds / rounds)
                 seen[name] = card.now()
             end.synchronize()
             found[name].append(start.elapsed_time(end) / count[name] / inner)
@@ -314,8 +332,35 @@ class Watch(Card):
         return f"{sm} MHz, {self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000:.0f} W"
 
 
+def quack(o: Operands) -> dict[str, Callable[[], Any]]:
+    """Its product with SwiGLU in two cuts, 16-bit output; e4m3: with one scale. Gate and up rows of W take turns."""
+    from quack.gemm_config import GemmConfig
+    from quack.gemm_interface import gemm_act
+
+    y = torch.empty(o.m, o.gemm.columns(), dtype=BF16, device=o.y.device)
+    scale = 1.0 if o.step is None or o.channel is None else float(o.step * o.channel.mean())
+    found: dict[str, Callable[[], Any]] = {}
+    for rows, pingpong in (128, True), (256, False):
+        config = GemmConfig(
+            tile_m=rows, tile_n=192, pingpong=pingpong, cluster_m=2, cluster_n=1, is_dynamic_persistent=False,
+            device_capacity=9,
+        )  # fmt: skip
+        found[f"quack {rows} x 192"] = functools.partial(
+            gemm_act, o.x, o.weight.t(), activation="swiglu", alpha=scale, store_preact=False, postact_out=y,
+            postact_dtype=BF16, tuned=False, config=config,
+        )  # fmt: skip
+    return found
+
+
 def peers(o: Operands, compiled: bool) -> dict[str, Callable[[], Any]]:
-    """cuBLASLt on the same operands, and what torch.compile makes of the product with SwiGLU."""
+    """cuBLASLt on the same operands, what torch.compile makes of the product with SwiGLU, and quack."""
+    g = o.gemm
+    others = quack(o) if "swiglu" in g.epilogue and importlib.util.find_spec("quack") else {}
+    return cublas(o, compiled) | others
+
+
+def cublas(o: Operands, compiled: bool) -> dict[str, Callable[[], Any]]:
+    """cuBLASLt, and torch.compile."""
     g = o.gemm
     if o.dtype != FP8:
         x, w = o.x, o.weight.t()
@@ -451,6 +496,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--bars", action="store_true", help="gate_up alone but at 8192 tokens")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="--check: a few configurations, 300 tokens")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--depth", action="store_true")
     parser.add_argument("--commit", default=None, help="what was measured, where there is no git")

@@ -41,7 +41,8 @@ static_assert(BLOCKS * TILE_N <= 384, "accumulators of a thread");
 constexpr int PAUSE =
     PINGPONG ? 0 : STEPS * (TILE_M * TILE_N / 32) * 3 / 5 / (BLOCKS * Out::BOXES * (RESIDUAL ? 2 : 1));
 
-constexpr int TURN = 1;  // named barriers TURN, TURN + 1: consumer 0, 1 may multiply
+constexpr bool FEW = PINGPONG && Out::FULL;  // registers for loading warps: the epilogue needs the others
+constexpr int TURN = 1;                      // named barriers TURN, TURN + 1: consumer 0, 1 may multiply
 
 struct Tile {
     int row, column;  // first row of X, column tile
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             mbarrier_init(empty + 8 * s, 4 * TOGETHER * CLUSTER);
         }
         for (int c = 0; c < CONSUMERS; ++c) {
-            mbarrier_init(ready + 8 * c, 1);
+            mbarrier_init(ready + 8 * c, 32);
             mbarrier_init(staged + 8 * c, 128);
         }
         fence_mbarrier_init();
@@ -106,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #endif
     const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     if (group == 0) {
-        setmaxnreg_dec<PINGPONG ? 24 : 40>();
+        setmaxnreg_dec<FEW ? 24 : 40>();
         if (warp == 0 && lane == 0) {
             Ring at;
             for (int t = first; t < schedule.count; t += stride) {
@@ -139,18 +140,18 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 const int row = tile.row + (PINGPONG ? 0 : c * BLOCKS * 64), column = tile.column * Out::WIDTH;
                 if constexpr (TYPE == E4M3)
                     Out::write_factors(ring + FACTORS + c * Out::FACTORS, tile.column, channel, input, scale, lane);
-                __syncwarp();
+                // Every lane arrives and waits: it wrote factors, and will write the next ones.
+                if (RESIDUAL && lane == 0) {
+                    mbarrier_arrive_expect_tx(ready + 8 * c, Out::BYTES);
+                    Out::each_box(tiles, row, column, [&](u32 box, int r, int col) {
+                        cp_async_bulk_tensor_load(box, &added, col, r, ready + 8 * c);
+                        if (PAUSE > 0 && t != from) wait_clocks(PAUSE);
+                    });
+                } else {
+                    mbarrier_arrive(ready + 8 * c);
+                }
+                mbarrier_wait_parity(staged + 8 * c, phase);
                 if (lane == 0) {
-                    if constexpr (RESIDUAL) {
-                        mbarrier_arrive_expect_tx(ready + 8 * c, Out::BYTES);
-                        Out::each_box(tiles, row, column, [&](u32 box, int r, int col) {
-                            cp_async_bulk_tensor_load(box, &added, col, r, ready + 8 * c);
-                            if (PAUSE > 0 && t != from) wait_clocks(PAUSE);
-                        });
-                    } else {
-                        mbarrier_arrive(ready + 8 * c);
-                    }
-                    mbarrier_wait_parity(staged + 8 * c, phase);
                     Out::each_box(tiles, row, column, [&](u32 box, int r, int col) {
                         cp_async_bulk_tensor_store(&y, col, r, box);
                         if (PAUSE > 0 && t + by < schedule.count) wait_clocks(PAUSE);
@@ -163,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             if (lane == 0) cp_async_bulk_wait_group();
         }
     } else {
-        setmaxnreg_inc<PINGPONG ? 240 : 232>();
+        setmaxnreg_inc<FEW ? 240 : 232>();
         const int c = group - 1;
         const u32 release = CLUSTER == 1 ? empty : mapa(empty, lane % CLUSTER);
         const u64 da = wgmma_descriptor(ring + (PINGPONG ? 0 : c * BLOCKS * 64 * 128));

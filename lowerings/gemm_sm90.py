@@ -56,14 +56,16 @@ class Config(NamedTuple):
     """e4m3: accumulators are added up in float32 every 128 of K"""
 
 
-X_BYTES = 16 << 20
-"""Of X in a group of tiles: so much stays in L2 beside what streams through it."""
+X_BYTES, X_ROWS = 16 << 20, 2048
+"""Of X in a group of tiles. So many bytes stay in L2 beside what streams through it. With so many rows 132 tiles are
+about as high as they are wide, and read the fewest rows of X and W from memory, whatever stays."""
 
 
 def group(c: Config, k: int, dtype: torch.dtype) -> int:
-    """Of the raster: what was asked for, or a power of two from 4 to 16 whose rows of X are at most X_BYTES."""
-    tiles = X_BYTES // (k * dtype.itemsize * c.tile_m * c.cluster)
-    return c.group or min(16, max(4, 1 << max(0, tiles.bit_length() - 1)))
+    """Of the raster: what was asked for, or a power of two up to 16: at most X_BYTES of X, but at least X_ROWS rows."""
+    rows = c.tile_m * c.cluster
+    tiles = max(X_ROWS // rows, X_BYTES // (k * dtype.itemsize * rows))
+    return c.group or min(16, 1 << (tiles.bit_length() - 1))
 
 
 def staging(c: Config, swiglu: bool, out8: bool) -> int:
