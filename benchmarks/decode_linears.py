@@ -44,8 +44,8 @@ MODELS = {"8b": (4096, 6144, 4096, 14336), "70b": (8192, 10240, 8192, 28672)}
 """hidden, rows of qkv, columns of o, intermediate"""
 EPS = 1e-5
 L2_BYTES = 60 << 20
-EACH = 6
-"""Divisions of the work that --tune tries for each size of cluster, prepared x or not, wgmma or not."""
+MOST = {(True, False): 140, (False, True): 170, (False, False): 40}
+"""Divisions of the work that --tune tries: (prepared x or not, wgmma or not) -> number, cheapest first."""
 ROUNDINGS = 2.0
 """Largest error of an output: one is the store, the other float32 summation and the hardware's rsqrt and exp."""
 
@@ -504,12 +504,10 @@ def variants(lin: Linear, tokens: int) -> list[int4.Config]:
         ):
             if warps // warps_k * strips <= 1.3 * max(1, share * cluster) and not (cluster > 1 and share > 3):
                 found.append(int4.integer(n, k, 128, bound, sms, cluster, warps, warps_k, strips, chunk))
-    seen: dict[tuple[int, bool, bool], set[tuple[int, ...]]] = {}
-    for c in int4.configs(n, k, 128, bound, sms, norm=bool(lin.prologue)):
-        divisions = seen.setdefault((c.cluster, c.wgmma, c.prepare), set())
-        division = (c.warps_n, c.warps_k, c.strips, c.chunk)
-        if division not in divisions and len(divisions) < EACH:
-            divisions.add(division)
+    left = dict(MOST) if bound > 8 else MOST | {(False, True): 0}  # so few tokens leave wgmma idle
+    for c in int4.configs(n, k, 128, bound, sms, norm=bool(lin.prologue), rings=(2, 3, 4, 6)):
+        left[c.prepare, c.wgmma] -= 1
+        if left[c.prepare, c.wgmma] >= 0:
             found.append(c)
     fits = [c for c in found if c is not None and c.smem(n, k, 128) <= c.limit]
     return list(dict.fromkeys(fits))

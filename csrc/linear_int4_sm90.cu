@@ -2,10 +2,10 @@
 //
 //   cluster (of CLUSTER blocks)   owns strips of 16 rows; its blocks split K, their sums meet in shared memory
 //   step                          WK x CHUNK tiles of K, for all strips of a pass (WN warps x S strips)
-//   consumer warp (wn, wk)        S strips x CHUNK tiles of the step. One lane refills the warp's own ring of weights
-//                                 (SLOTS steps) by cp.async.bulk: no warp waits for another's weights
-//   one warp more                 PREPARE: the first requests for weights of all rings, while the others see to x;
-//                                 else: one lane copies x into a ring of XSLOTS times one tile of every wk
+//   consumer warp (wn, wk)        S strips x CHUNK tiles of the step, S x CHUNK tiles of each of SLOTS steps of the ring
+//   one warp more                 asks for the weights of all warps by cp.async.bulk (consumers that did it themselves
+//                                 stood still while memory had no room for their requests)
+//   another one, not with PREPARE asks for x: a ring of XSLOTS steps
 //
 // How x becomes the B operand, with powers of two that let a mask make a weight of a code (int4.cuh), and with its sums
 // over the groups, what the zero points cost:
@@ -59,33 +59,37 @@ static_assert(!PREPARE || (TOKENS <= 8 && !WGMMA && (CLUSTER == 1 || !RMS)), "sq
 static_assert(!WGMMA || (GROUP == 128 && !HALF && (NB == 1 || NB == 2 || NB == 4)), "one scale a tile, bfloat16");
 
 // shared memory: rings of weights and of x, then the sums (over the rings, when nothing follows)
-constexpr int SLOT = S * CHUNK * TILE, X = (WARPS * SLOTS * SLOT + 127) / 128 * 128, XSLOT = WK * XTILE;
+constexpr int SLOT = S * CHUNK * TILE, X = (WARPS * SLOTS * SLOT + 127) / 128 * 128, XSLOT = STEP * XTILE;
 constexpr int DEPTH = (TILES + CLUSTER - 1) / CLUSTER;
 constexpr int RINGS = X + (PREPARE ? DEPTH * XTILE : XSLOTS * XSLOT), SUM_BYTES = DIRECT ? 0 : WK * PASS * NB * 512;
 constexpr int SUMS = ONE_PASS ? 0 : RINGS;
 constexpr int RSTD = ONE_PASS ? (SUM_BYTES > RINGS ? SUM_BYTES : RINGS) : SUMS + SUM_BYTES;
 constexpr int SQUARES = RSTD + (TOKENS < 8 ? 8 : TOKENS) * 4, BARS = SQUARES + (PREPARE ? WARPS * 32 : 0);
-constexpr int WBARS = BARS + (PREPARE ? 0 : XSLOTS * 16), BYTES = WBARS + WARPS * SLOTS * 8;
+constexpr int WBARS = BARS + (PREPARE ? 0 : XSLOTS * 16), BYTES = WBARS + SLOTS * 16;
 static_assert(BYTES == FU_SMEM, "the lowering computes the same size");
 
 enum Moment { START, ASKED, RELEASED, X_CAME, MULTIPLIED, END };
-// By the first lane of a warp, for benchmarks/decode_linears.py --timeline.
+// By one thread, for benchmarks/decode_linears.py --timeline.
+DEVICE void stamp(const u16* times, Moment moment) {
+    if (FU_STAMPS) reinterpret_cast<u64*>(const_cast<u16*>(times))[blockIdx.x * 8 + moment] = globaltimer();
+}
 DEVICE void stamp(const u16* times, Moment moment, int warp) {
-    if (FU_STAMPS && int(threadIdx.x) == warp * 32)
-        reinterpret_cast<u64*>(const_cast<u16*>(times))[blockIdx.x * 8 + moment] = globaltimer();
+    if (int(threadIdx.x) == warp * 32) stamp(times, moment);
 }
 
 struct Split {
     int strip_begin, strip_end, tile_begin, tile_end;
 };
 
+DEVICE u32 w_full(u32 smem, int slot) { return smem + WBARS + slot * 16; }
+DEVICE u32 w_empty(u32 smem, int slot) { return smem + WBARS + slot * 16 + 8; }
 DEVICE u32 x_full(u32 smem, int slot) { return smem + BARS + slot * 16; }
 DEVICE u32 x_empty(u32 smem, int slot) { return smem + BARS + slot * 16 + 8; }
 
 // By one warp; a step's records follow each other.
 DEVICE void feed(u32 smem, const u8* x, const float* rstd, int m, const Split& p, int lane, const u16* times) {
     griddepcontrol_wait();
-    stamp(times, RELEASED, WARPS);
+    stamp(times, RELEASED, WARPS + 1);
     // rstd is there when a consumer sees the first step: its lane arrives after these stores.
     if (RMS && lane < TOKENS) st_shared_f32(smem + RSTD + lane * 4, lane < m ? ld_global_cg_f32(rstd + lane) : 0.0f);
     __syncwarp();
@@ -94,20 +98,86 @@ DEVICE void feed(u32 smem, const u8* x, const float* rstd, int m, const Split& p
     int slot = 0;
     u32 parity = 1;  // the first round finds every slot empty
     for (int first = p.strip_begin; first < p.strip_end; first += ONE_PASS ? N : PASS)
-        for (int step = p.tile_begin; step < p.tile_end; step += STEP)
-            for (int i = 0; i < CHUNK && step + i < p.tile_end; ++i) {  // one tile of every wk
-                mbarrier_wait_parity(x_empty(smem, slot), parity);
-                const int count = min(WK, (p.tile_end - step - i + CHUNK - 1) / CHUNK);
-                mbarrier_arrive_expect_tx(x_full(smem, slot), count * XTILE);
-                const u8* from = x + (long long)(step + i) * XTILE;
-                if (CHUNK == 1)
-                    cp_async_bulk(smem + X + slot * XSLOT, from, count * XTILE, x_full(smem, slot), policy);
-                else
-                    for (int k = 0; k < count; ++k)
-                        cp_async_bulk(smem + X + slot * XSLOT + k * XTILE, from + k * (CHUNK * XTILE), XTILE,
-                                      x_full(smem, slot), policy);
-                if (++slot == XSLOTS) slot = 0, parity ^= 1;
+        for (int step = p.tile_begin; step < p.tile_end; step += STEP) {
+            const int bytes = min(STEP, p.tile_end - step) * XTILE;
+            mbarrier_wait_parity(x_empty(smem, slot), parity);
+            mbarrier_arrive_expect_tx(x_full(smem, slot), bytes);
+            cp_async_bulk(smem + X + slot * XSLOT, x + (long long)step * XTILE, bytes, x_full(smem, slot), policy);
+            if (++slot == XSLOTS) slot = 0, parity ^= 1;
+        }
+}
+
+// All of this block's weights, by one thread.
+DEVICE void stream(u32 smem, const u8* weight, const Split& p, const u16* times) {
+    const u64 policy = createpolicy_evict_first();
+    const u32 began = clock_now();
+    struct Walk {
+        int pass, step;
+    } walk = {p.strip_begin, p.tile_begin};
+    auto advance = [&](Walk& at) {
+        at.step += STEP;
+        if (at.step >= p.tile_end) at = {ONE_PASS ? p.strip_end : at.pass + PASS, p.tile_begin};
+    };
+    // Of all warps of a step. Copies follow each other without a branch that waits for the one before.
+    auto request = [&](Walk at, int slot) {
+        const int strips = min(PASS, p.strip_end - at.pass), tiles = min(STEP, p.tile_end - at.step);
+        const u32 bar = w_full(smem, slot), to = smem + slot * SLOT;
+        const u8* const from = weight + ((long long)at.pass * TILES + at.step) * TILE;
+        mbarrier_arrive_expect_tx(bar, strips * tiles * TILE);
+#pragma unroll
+        for (int k = 0; k < WK; ++k) {
+            const int bytes = min(CHUNK, tiles - k * CHUNK) * TILE;
+            if (bytes <= 0) break;
+#pragma unroll
+            for (int j = 0; j < PASS; ++j) {
+                if (j >= strips) break;
+                const int w = (k * WN + j / (S * W)) * W + j % W, s = j / W % S;
+                cp_async_bulk(to + w * SLOTS * SLOT + s * CHUNK * TILE, from + (j * TILES + k * CHUNK) * TILE, bytes,
+                              bar, policy);
             }
+        }
+    };
+    // The same, slowly: x behind more requests than memory needs to be busy would wait for all of them.
+    auto request_paced = [&](Walk at, int slot) {
+        const int strips = min(PASS, p.strip_end - at.pass), tiles = min(STEP, p.tile_end - at.step);
+        const u32 bar = w_full(smem, slot);
+        const u8* const from = weight + ((long long)at.pass * TILES + at.step) * TILE;
+        mbarrier_arrive_expect_tx(bar, strips * tiles * TILE);
+#pragma unroll 1
+        for (int i = 0; i < WK * PASS; ++i) {
+            const int k = i / PASS, j = i % PASS, bytes = min(CHUNK, tiles - k * CHUNK) * TILE;
+            if (bytes <= 0 || j >= strips) continue;
+            while (clock_now() - began < u32(DELAY + (slot * WK * PASS + i) * (PACE / S)) &&
+                   (PREPARE || !mbarrier_test_parity(x_full(smem, 0), 0)));
+            const int w = (k * WN + j / (S * W)) * W + j % W, s = j / W % S;
+            cp_async_bulk(smem + slot * SLOT + w * SLOTS * SLOT + s * CHUNK * TILE,
+                          from + (long long)(j * TILES + k * CHUNK) * TILE, bytes, bar, policy);
+        }
+    };
+    auto into_l2 = [&](Walk at) {
+        const int strips = min(PASS, p.strip_end - at.pass), tiles = min(STEP, p.tile_end - at.step);
+        for (int j = 0; j < strips; ++j)
+            cp_async_bulk_prefetch_l2(weight + ((long long)(at.pass + j) * TILES + at.step) * TILE, tiles * TILE);
+    };
+    if (PACE == 0 && DELAY > 0) wait_clocks(DELAY);
+    int slot = 0, round = 0;
+    for (; walk.pass < p.strip_end; advance(walk)) {
+        if (round > 0) mbarrier_wait_parity(w_empty(smem, slot), (round - 1) & 1);
+        if (PACE > 0 && round == 0)
+            request_paced(walk, slot);
+        else
+            request(walk, slot);
+        if (++slot < SLOTS) continue;
+        slot = 0;
+        if (round++ == 0) {
+            stamp(times, ASKED);
+            Walk later = walk;
+            for (int i = 0; i < PREFETCH; ++i) {
+                advance(later);
+                if (later.pass < p.strip_end) into_l2(later);
+            }
+        }
+    }
 }
 
 // All of this block's x, by all of its warps, where one block's share is small: no kernel before this one. In a record,
@@ -304,87 +374,28 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
     griddepcontrol_launch_dependents();
     const int wk = warp / W / WN;
 
-    // A warp's part: strips `mine` + s * W of a pass, tiles `first` and on of a step, its ring of weights.
-    struct Part {
-        int mine, first;
-        u32 ring, bars;
-    };
-    auto part_of = [&](int w) {
-        return Part{w / W % WN * S * W + w % W, w / W / WN * CHUNK, smem + w * SLOTS * SLOT,
-                    smem + WBARS + w * SLOTS * 8};
-    };
-    struct Walk {
-        int strip, tile;  // of the pass, of the step
-    };
-    const int rounds = (p.tile_end - p.tile_begin + STEP - 1) / STEP;
-    auto behind = [&](int n) {  // the walk behind n requests
-        const int pass = ONE_PASS ? 0 : n / rounds;
-        return Walk{p.strip_begin + pass * PASS, p.tile_begin + (n - pass * rounds) * STEP};
-    };
-    const u64 policy = createpolicy_evict_first();
-    auto ask = [&](const Part& part, Walk at, int slot) {  // by one lane; into L2 alone when there is no slot
-        if (ONE_PASS ? at.tile >= p.tile_end : at.strip >= p.strip_end) return;
-        const int bytes = min(CHUNK, p.tile_end - at.tile - part.first) * TILE;
-        const int count = bytes > 0 ? min(S, (p.strip_end - at.strip - part.mine + W - 1) / W) : 0;
-        const u8* from = weight + ((long long)(at.strip + part.mine) * TILES + at.tile + part.first) * TILE;
-        const u32 bar = part.bars + slot * 8;
-        if (slot >= 0 && count <= 0) mbarrier_arrive(bar);
-        if (slot >= 0 && count > 0) mbarrier_arrive_expect_tx(bar, count * bytes);
-#pragma unroll
-        for (int s = 0; s < S; ++s, from += (long long)TILES * TILE * W)
-            if (s >= count)
-                break;
-            else if (slot < 0)
-                cp_async_bulk_prefetch_l2(from, bytes);
-            else
-                cp_async_bulk(part.ring + slot * SLOT + s * CHUNK * TILE, from, bytes, bar, policy);
-    };
-    const Part my = part_of(warp);
+    // A warp's part: strips `mine` + s * W of a pass, tiles `first_tile` and on of a step, its ring of weights.
+    const int mine = warp / W % WN * S * W + warp % W, first_tile = wk * CHUNK;
+    const u32 ring = smem + warp * SLOTS * SLOT;
     if (warp == WARPS) {
         if (!PREPARE && lane < XSLOTS) {
             mbarrier_init(x_full(smem, lane), 1);
             mbarrier_init(x_empty(smem, lane), WARPS);
         }
-    } else if (lane < SLOTS) {
-        mbarrier_init(my.bars + lane * 8, 1);
+        if (lane < SLOTS) {
+            mbarrier_init(w_full(smem, lane), 1);
+            mbarrier_init(w_empty(smem, lane), WARPS);
+        }
     }
     fence_mbarrier_init();
     fence_proxy_async();
     __syncthreads();
 
-    // x behind more requests than memory needs to be busy would wait for all of them: they leave PACE clocks apart, as
-    // long as x has not come.
-    const u32 began = clock_now();
-    auto paced = [&](const Part& part, int w, int i) {
-        if (PACE > 0)
-            while (clock_now() - began < u32(DELAY + (i * WARPS + w) * PACE) &&
-                   (PREPARE || !mbarrier_test_parity(x_full(smem, 0), 0)));
-        else if (DELAY > 0 && i == 0 && (w == 0 || !PREPARE))
-            wait_clocks(DELAY);
-        ask(part, behind(i), i);
-    };
-    if ((PREPARE ? warp == WARPS : warp < WARPS) && elect_sync()) {
-        if (PREPARE) {
-            for (int i = 0; i < SLOTS; ++i)
-                for (int w = 0; w < WARPS; ++w) paced(part_of(w), w, i);
-            for (int i = 0; i < PREFETCH; ++i)
-                for (int w = 0; w < WARPS; ++w) ask(part_of(w), behind(SLOTS + i), -1);
-        } else {
-            for (int i = 0; i < SLOTS; ++i) paced(my, warp, i);
-            for (int i = 0; i < PREFETCH; ++i) ask(my, behind(SLOTS + i), -1);
-        }
-    }
-    __syncwarp();
-    stamp(bias, ASKED, PREPARE ? WARPS : 0);
-    Walk walk = behind(SLOTS);
-    auto refill = [&](int slot) {
-        ask(my, walk, slot);
-        walk.tile += STEP;
-        if (!ONE_PASS && walk.tile >= p.tile_end) walk = {walk.strip + PASS, p.tile_begin};
-    };
-
-    if (warp == WARPS) {
-        if (!PREPARE) feed(smem, x, static_cast<const float*>(norm), m, p, lane, bias);
+    if (warp >= WARPS) {
+        if (!PREPARE && warp > WARPS)
+            feed(smem, x, static_cast<const float*>(norm), m, p, lane, bias);
+        else if (elect_sync())
+            stream(smem, weight, p, bias);
         __syncwarp();
         if (CLUSTER > 1) {
             barrier_cluster();
@@ -409,35 +420,33 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
     u32 parity = 0, xparity = 0;
     for (int first = p.strip_begin; first < p.strip_end; first += ONE_PASS ? N : PASS) {
         const int count = min(PASS, p.strip_end - first);
+        const bool some = WGMMA || mine < count;  // wgmma: three neighbours need this warp all the same
         f32x4 acc[S][NB] = {};
         f32x2 unit[S];
 #pragma unroll
         for (int s = 0; s < S; ++s) unit[s] = {1.0f, 1.0f};
         for (int step = p.tile_begin; step < p.tile_end; step += STEP) {
-            mbarrier_wait_parity(my.bars + slot * 8, parity);
-            const int steps = min(CHUNK, p.tile_end - step), tiles = min(CHUNK, p.tile_end - step - my.first);
-#pragma unroll 1
-            for (int i = 0; i < steps; ++i) {
-                if (!PREPARE) mbarrier_wait_parity(x_full(smem, xslot), xparity);
-                if (!PREPARE && i == 0 && step == p.tile_begin && first == p.strip_begin) stamp(bias, X_CAME, 0);
-                if (i < tiles) {
-                    const u32 tile = my.ring + slot * SLOT + i * TILE,
-                              record =
-                                  smem + X +
-                                  (PREPARE ? (step - p.tile_begin + my.first + i) * XTILE : xslot * XSLOT + wk * XTILE);
-                    if constexpr (WGMMA)
-                        multiply_wgmma(acc, unit, tile, record, lane);
-                    else
-                        multiply(acc, unit, tile, record, lane);
-                }
-                if (PREPARE) continue;
-                __syncwarp();
-                if (elect_sync()) mbarrier_arrive(x_empty(smem, xslot));
-                if (++xslot == XSLOTS) xslot = 0, xparity ^= 1;
+            const int tiles = some ? p.tile_end - step - first_tile : 0;
+            mbarrier_wait_parity(w_full(smem, slot), parity);
+            if (!PREPARE) mbarrier_wait_parity(x_full(smem, xslot), xparity);
+            if (!PREPARE && step == p.tile_begin && first == p.strip_begin) stamp(bias, X_CAME, 0);
+            const u32 weights = ring + slot * SLOT,
+                      record = smem + X + (PREPARE ? step - p.tile_begin + first_tile : xslot * STEP + first_tile) * XTILE;
+#pragma unroll
+            for (int i = 0; i < CHUNK; ++i) {
+                if (i >= tiles) break;
+                if constexpr (WGMMA)
+                    multiply_wgmma(acc, unit, weights + i * TILE, record + i * XTILE, lane);
+                else
+                    multiply(acc, unit, weights + i * TILE, record + i * XTILE, lane);
             }
             __syncwarp();
-            if (elect_sync()) refill(slot);
+            if (elect_sync()) {
+                mbarrier_arrive(w_empty(smem, slot));
+                if (!PREPARE) mbarrier_arrive(x_empty(smem, xslot));
+            }
             if (++slot == SLOTS) slot = 0, parity ^= 1;
+            if (!PREPARE && ++xslot == XSLOTS) xslot = 0, xparity ^= 1;
         }
         stamp(bias, MULTIPLIED, 0);
         griddepcontrol_wait();  // before what others wrote is read, and what they read is written
@@ -449,17 +458,17 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
             for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
                 for (int s = 0; s < S; ++s)
-                    if (my.mine + s * W < count)
-                        epilogue(first + my.mine + s * W, nb * 8, lane,
+                    if (mine + s * W < count)
+                        epilogue(first + mine + s * W, nb * 8, lane,
                                  times_rstd<RMS>(acc[s][nb], smem + RSTD, nb * 8 + 2 * (lane & 3)),
-                                 epilogue.fetch(first + my.mine + s * W, nb * 8, lane));
+                                 epilogue.fetch(first + mine + s * W, nb * 8, lane));
         } else {
             bar_sync<CONSUMERS>(1);  // the rings are read, or the sums of the pass before
 #pragma unroll
             for (int s = 0; s < S; ++s)
 #pragma unroll
                 for (int nb = 0; nb < NB; ++nb)
-                    st_shared_f4(smem + SUMS + (((wk * PASS + my.mine + s * W) * NB + nb) * 32 + lane) * 16,
+                    st_shared_f4(smem + SUMS + (((wk * PASS + mine + s * W) * NB + nb) * 32 + lane) * 16,
                                  acc[s][nb]);
             finish_parts<CLUSTER, WK, PASS, NB, WARPS, RMS>(smem + SUMS, smem + RSTD, first, count, warp, rank, lane,
                                                             epilogue);

@@ -75,7 +75,7 @@ class Config:
     @property
     def threads(self) -> int:
         """Of a block."""
-        return 32 * (self.warps + (self.kind == "float"))
+        return 32 * (self.warps + (2 - self.prepare) * (self.kind == "float"))
 
     @property
     def registers(self) -> int:
@@ -99,12 +99,12 @@ class Config:
         if self.prepare:  # 64 bytes behind every 32 columns
             x = depth * 4 * (self.tokens * 64 + 64)
         else:
-            x = self.xslots * self.warps_k * record(self.tokens, group, self.wgmma)
+            x = self.xslots * self.warps_k * self.chunk * record(self.tokens, group, self.wgmma)
         sums = 0 if self.cluster * self.warps_k == 1 else warps * self.strips * max(8, self.tokens) * 64
         one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= warps // self.warps_k * self.strips
         rings = max(ring + x, sums) if one_pass else ring + x + sums
         bars = warps * 32 if self.prepare else self.xslots * 16
-        return rings + max(8, self.tokens) * 4 + bars + warps * self.slots * 8
+        return rings + max(8, self.tokens) * 4 + bars + self.slots * 16
 
 
 def record(tokens: int, group: int, wgmma: bool) -> int:
@@ -161,7 +161,7 @@ def _integer(n: int, k: int, group: int, tokens: int, sms: int) -> Config:
 
 
 def _registers(warps: int) -> int:
-    return min(232, (16384 - 1024) // (32 * ceil_div(warps + 1, 4)) // 8 * 8)
+    return min(232, (16384 - 1024) // (32 * ceil_div(warps + 2, 4)) // 8 * 8)
 
 
 def floats(
@@ -200,18 +200,27 @@ def floats(
     steps = passes * ceil_div(depth, warps_k * chunk)
     config = Config(
         "float", tokens, units * cluster, cluster, strips, 1, warps_n, warps_k, chunk,
-        prepare=prepare, wgmma=wgmma, xslots=0 if prepare else min(xslots, steps * chunk),
+        prepare=prepare, wgmma=wgmma, xslots=0 if prepare else min(xslots, steps),
     )  # fmt: skip
-    stage = warps * (strips * chunk * int4_tile_bytes(group) + 8)
+    stage = warps * strips * chunk * int4_tile_bytes(group) + 16
     slots = min(steps, 16, (config.limit - 256 - config.smem(n, k, group)) // stage + 1)
     return replace(config, slots=slots) if slots >= min(2, steps) else None
 
 
-def configs(n: int, k: int, group: int, tokens: int, sms: int, half: bool = False, norm: bool = True) -> list[Config]:
-    """Divisions of the work in floats, cheapest first by :func:`_cost`."""
+def configs(
+    n: int,
+    k: int,
+    group: int,
+    tokens: int,
+    sms: int,
+    half: bool = False,
+    norm: bool = True,
+    rings: tuple[int, ...] = (4, 3, 2),
+) -> list[Config]:
+    """Divisions of the work in floats, cheapest first by :func:`_cost`; rings: stages of x to try."""
     found: list[Config | None] = []
     wgmma = (False, True) if group == TILE_K and not half else (False,)
-    rings = list(itertools.product((6, 4, 2), (False,), wgmma))  # xslots, prepare, wgmma
+    ways = list(itertools.product(rings, (False,), wgmma))  # xslots, prepare, wgmma
     warps = [(a, b) for a in range(1, WARPS + 1) for b in range(1, WARPS // a + 1)]
     for each in itertools.product((1, 2), warps, (1, 2, 3, 4), (1, 2, 3, 4)):  # larger clusters do not all fit at once
         cluster, (warps_n, warps_k), strips, chunk = each
@@ -219,7 +228,7 @@ def configs(n: int, k: int, group: int, tokens: int, sms: int, half: bool = Fals
         if tokens <= PREPARED and (cluster == 1 or not norm):
             found.append(floats(*division, prepare=True, half=half))
         if tokens >= 8:
-            found += [floats(*division, *ring, half) for ring in rings]
+            found += [floats(*division, *way, half) for way in ways]
     return sorted({c for c in found if c is not None}, key=lambda c: (_cost(c, n, k), repr(c)))
 
 
