@@ -5,7 +5,8 @@
 //   consumer warp (wn, wk)        S strips x CHUNK tiles of the step, S x CHUNK tiles of each of SLOTS steps of the ring
 //   one warp more                 asks for the weights of all warps by cp.async.bulk (consumers that did it themselves
 //                                 stood still while memory had no room for their requests)
-//   another one, not with PREPARE asks for x: a ring of XSLOTS steps
+//   another one, not with PREPARE asks for x: a ring of XSLOTS steps; SHARE blocks with strips of their own ask for a
+//                                 part each, which goes to all of them
 //
 // How x becomes the B operand, with powers of two that let a mask make a weight of a code (int4.cuh), and with its sums
 // over the groups, what the zero points cost:
@@ -28,7 +29,7 @@
 // m and the token's position: same input, same bits.
 //
 // Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (1, 2, 4, 8 with PREPARE, 8, 16, 32 without), FU_GRID,
-// FU_CLUSTER, FU_WN, FU_WK, FU_S, FU_CHUNK, FU_SLOTS, FU_XSLOTS, FU_PREFETCH, FU_DELAY, FU_PACE, FU_SMEM, FU_REGISTERS,
+// FU_CLUSTER, FU_WN, FU_WK, FU_S, FU_CHUNK, FU_SLOTS, FU_XSLOTS, FU_SHARE, FU_PREFETCH, FU_DELAY, FU_PACE, FU_SMEM, FU_REGISTERS,
 // FU_WG (WGMMA), FU_PREPARE, FU_GAIN (with PREPARE), FU_HALF, FU_RMS, FU_BIAS, FU_SWIGLU, FU_RESIDUAL, FU_STAMPS
 // (`bias` then takes the times of Moment, u64 [grid, 8]).
 #include "epilogue.cuh"
@@ -39,7 +40,7 @@
 
 namespace {
 constexpr int N = FU_N, K = FU_K, GROUP = FU_GROUP, TOKENS = FU_TOKENS, NB = TOKENS < 8 ? 1 : TOKENS / 8;
-constexpr int CLUSTER = FU_CLUSTER;
+constexpr int CLUSTER = FU_CLUSTER, SHARE = FU_SHARE;
 constexpr int WN = FU_WN, WK = FU_WK, S = FU_S, CHUNK = FU_CHUNK, SLOTS = FU_SLOTS, XSLOTS = FU_XSLOTS;
 constexpr int PREFETCH = FU_PREFETCH, DELAY = FU_DELAY, PACE = FU_PACE;
 constexpr bool HALF = FU_HALF, RMS = FU_RMS;
@@ -51,9 +52,12 @@ constexpr int STEP = WK * CHUNK, TILE = fu::int4_tile_bytes(GROUP), GROUPS = fu:
 constexpr int BLOCK = PREPARE ? TOKENS * 64 + 64 : NB * 512;  // of 32 columns
 constexpr int XTILE = PREPARE ? 4 * BLOCK : TOKENS * (256 + (WGMMA ? 16 : GROUPS * 4));
 constexpr int STRIPS = (N + 15) / 16, TILES = (K + 127) / 128, UNITS = FU_GRID / CLUSTER;
-constexpr bool ONE_PASS = (STRIPS + UNITS - 1) / UNITS <= PASS;
+constexpr int PASSES = ((STRIPS + UNITS - 1) / UNITS + PASS - 1) / PASS;
+constexpr bool ONE_PASS = PASSES == 1;
+constexpr int NEXT_PASS = ONE_PASS ? N : PASS;  // no loop where there is one
 constexpr bool DIRECT = CLUSTER == 1 && WK == 1;  // a warp's registers hold finished sums
 static_assert(CLUSTER == 1 || ONE_PASS, "a cluster makes one pass");
+static_assert(SHARE == 1 || (SHARE == 2 && CLUSTER == 1 && !PREPARE), "one copy of x for two blocks");
 static_assert(TOKENS <= 32, "a lane has a row's rstd");
 static_assert(!PREPARE || (TOKENS <= 8 && !WGMMA && (CLUSTER == 1 || !RMS)), "squares of whole rows");
 static_assert(!WGMMA || (GROUP == 128 && !HALF && (NB == 1 || NB == 2 || NB == 4)), "one scale a tile, bfloat16");
@@ -65,7 +69,7 @@ constexpr int RINGS = X + (PREPARE ? DEPTH * XTILE : XSLOTS * XSLOT), SUM_BYTES 
 constexpr int SUMS = ONE_PASS ? 0 : RINGS;
 constexpr int RSTD = ONE_PASS ? (SUM_BYTES > RINGS ? SUM_BYTES : RINGS) : SUMS + SUM_BYTES;
 constexpr int SQUARES = RSTD + (TOKENS < 8 ? 8 : TOKENS) * 4, BARS = SQUARES + (PREPARE ? WARPS * 32 : 0);
-constexpr int WBARS = BARS + (PREPARE ? 0 : XSLOTS * 16), BYTES = WBARS + SLOTS * 16;
+constexpr int WBARS = BARS + (PREPARE ? 0 : XSLOTS * (SHARE == 1 ? 16 : 24)), BYTES = WBARS + SLOTS * 16;
 static_assert(BYTES == FU_SMEM, "the lowering computes the same size");
 
 enum Moment { START, ASKED, RELEASED, X_CAME, MULTIPLIED, END };
@@ -79,12 +83,14 @@ DEVICE void stamp(const u16* times, Moment moment, int warp) {
 
 struct Split {
     int strip_begin, strip_end, tile_begin, tile_end;
+    int pass_end;  // of passes that begin before: blocks that share x make as many
 };
 
 DEVICE u32 w_full(u32 smem, int slot) { return smem + WBARS + slot * 16; }
 DEVICE u32 w_empty(u32 smem, int slot) { return smem + WBARS + slot * 16 + 8; }
 DEVICE u32 x_full(u32 smem, int slot) { return smem + BARS + slot * 16; }
 DEVICE u32 x_empty(u32 smem, int slot) { return smem + BARS + slot * 16 + 8; }
+DEVICE u32 x_both(u32 smem, int slot) { return smem + BARS + XSLOTS * 16 + slot * 8; }  // empty at the other block, too
 
 // By one warp; a step's records follow each other.
 DEVICE void feed(u32 smem, const u8* x, const float* rstd, int m, const Split& p, int lane, const u16* times) {
@@ -95,14 +101,23 @@ DEVICE void feed(u32 smem, const u8* x, const float* rstd, int m, const Split& p
     __syncwarp();
     if (!elect_sync()) return;
     const u64 policy = createpolicy_evict_normal();
+    const u32 rank = SHARE > 1 ? cluster_ctarank() : 0;
     int slot = 0;
     u32 parity = 1;  // the first round finds every slot empty
-    for (int first = p.strip_begin; first < p.strip_end; first += ONE_PASS ? N : PASS)
+    for (int first = p.strip_begin; first < p.pass_end; first += NEXT_PASS)
         for (int step = p.tile_begin; step < p.tile_end; step += STEP) {
-            const int bytes = min(STEP, p.tile_end - step) * XTILE;
+            const int bytes = min(STEP, p.tile_end - step) * XTILE, part = bytes / SHARE;
+            const u32 to = smem + X + slot * XSLOT + rank * part, full = x_full(smem, slot);
+            const u8* const from = x + (long long)step * XTILE + rank * part;
             mbarrier_wait_parity(x_empty(smem, slot), parity);
-            mbarrier_arrive_expect_tx(x_full(smem, slot), bytes);
-            cp_async_bulk(smem + X + slot * XSLOT, x + (long long)step * XTILE, bytes, x_full(smem, slot), policy);
+            mbarrier_arrive_expect_tx(full, bytes);
+            if constexpr (SHARE == 1) {
+                cp_async_bulk(to, from, part, full, policy);
+            } else {
+                mbarrier_arrive_cluster(mapa(x_both(smem, slot), rank ^ 1));
+                mbarrier_wait_parity(x_both(smem, slot), parity ^ 1);
+                cp_async_bulk_multicast(to, from, part, full, 3, policy);
+            }
             if (++slot == XSLOTS) slot = 0, parity ^= 1;
         }
 }
@@ -116,11 +131,12 @@ DEVICE void stream(u32 smem, const u8* weight, const Split& p, const u16* times)
     } walk = {p.strip_begin, p.tile_begin};
     auto advance = [&](Walk& at) {
         at.step += STEP;
-        if (at.step >= p.tile_end) at = {ONE_PASS ? p.strip_end : at.pass + PASS, p.tile_begin};
+        if (at.step >= p.tile_end) at = {at.pass + NEXT_PASS, p.tile_begin};
     };
+    auto strips_of = [&](Walk at) { return max(0, min(PASS, p.strip_end - at.pass)); };
     // Of all warps of a step. Copies follow each other without a branch that waits for the one before.
     auto request = [&](Walk at, int slot) {
-        const int strips = min(PASS, p.strip_end - at.pass), tiles = min(STEP, p.tile_end - at.step);
+        const int strips = strips_of(at), tiles = min(STEP, p.tile_end - at.step);
         const u32 bar = w_full(smem, slot), to = smem + slot * SLOT;
         const u8* const from = weight + ((long long)at.pass * TILES + at.step) * TILE;
         mbarrier_arrive_expect_tx(bar, strips * tiles * TILE);
@@ -139,7 +155,7 @@ DEVICE void stream(u32 smem, const u8* weight, const Split& p, const u16* times)
     };
     // The same, slowly: x behind more requests than memory needs to be busy would wait for all of them.
     auto request_paced = [&](Walk at, int slot) {
-        const int strips = min(PASS, p.strip_end - at.pass), tiles = min(STEP, p.tile_end - at.step);
+        const int strips = strips_of(at), tiles = min(STEP, p.tile_end - at.step);
         const u32 bar = w_full(smem, slot);
         const u8* const from = weight + ((long long)at.pass * TILES + at.step) * TILE;
         mbarrier_arrive_expect_tx(bar, strips * tiles * TILE);
@@ -155,13 +171,13 @@ DEVICE void stream(u32 smem, const u8* weight, const Split& p, const u16* times)
         }
     };
     auto into_l2 = [&](Walk at) {
-        const int strips = min(PASS, p.strip_end - at.pass), tiles = min(STEP, p.tile_end - at.step);
+        const int strips = strips_of(at), tiles = min(STEP, p.tile_end - at.step);
         for (int j = 0; j < strips; ++j)
             cp_async_bulk_prefetch_l2(weight + ((long long)(at.pass + j) * TILES + at.step) * TILE, tiles * TILE);
     };
     if (PACE == 0 && DELAY > 0) wait_clocks(DELAY);
     int slot = 0, round = 0;
-    for (; walk.pass < p.strip_end; advance(walk)) {
+    for (; walk.pass < p.pass_end; advance(walk)) {
         if (round > 0) mbarrier_wait_parity(w_empty(smem, slot), (round - 1) & 1);
         if (PACE > 0 && round == 0)
             request_paced(walk, slot);
@@ -174,7 +190,7 @@ DEVICE void stream(u32 smem, const u8* weight, const Split& p, const u16* times)
             Walk later = walk;
             for (int i = 0; i < PREFETCH; ++i) {
                 advance(later);
-                if (later.pass < p.strip_end) into_l2(later);
+                if (later.pass < p.pass_end) into_l2(later);
             }
         }
     }
@@ -369,8 +385,9 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
     stamp(bias, START, 0);
     const int warp = warp_index(), lane = threadIdx.x & 31;
     const int rank = int(blockIdx.x) % CLUSTER, unit_id = int(blockIdx.x) / CLUSTER;  // uniform: no register
-    const Split p = {int(u32(STRIPS * unit_id) / UNITS), int(u32(STRIPS * (unit_id + 1)) / UNITS),
-                     TILES * rank / CLUSTER, TILES * (rank + 1) / CLUSTER};
+    Split p = {int(u32(STRIPS * unit_id) / UNITS), int(u32(STRIPS * (unit_id + 1)) / UNITS), TILES * rank / CLUSTER,
+               TILES * (rank + 1) / CLUSTER};
+    p.pass_end = SHARE == 1 ? p.strip_end : p.strip_begin + PASSES * PASS;
     griddepcontrol_launch_dependents();
     const int wk = warp / W / WN;
 
@@ -381,6 +398,7 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
         if (!PREPARE && lane < XSLOTS) {
             mbarrier_init(x_full(smem, lane), 1);
             mbarrier_init(x_empty(smem, lane), WARPS);
+            if (SHARE > 1) mbarrier_init(x_both(smem, lane), 1);
         }
         if (lane < SLOTS) {
             mbarrier_init(w_full(smem, lane), 1);
@@ -389,7 +407,10 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
     }
     fence_mbarrier_init();
     fence_proxy_async();
-    __syncthreads();
+    if (SHARE > 1)
+        barrier_cluster();
+    else
+        __syncthreads();
 
     if (warp >= WARPS) {
         if (!PREPARE && warp > WARPS)
@@ -397,10 +418,8 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
         else if (elect_sync())
             stream(smem, weight, p, bias);
         __syncwarp();
-        if (CLUSTER > 1) {
-            barrier_cluster();
-            barrier_cluster();
-        }
+        if (CLUSTER > 1) barrier_cluster();
+        if (CLUSTER * SHARE > 1) barrier_cluster();
         return;
     }
 
@@ -418,7 +437,7 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
     const Epilogue<N, HALF, FU_BIAS, FU_SWIGLU, FU_RESIDUAL> epilogue = {bias, residual, y, m, ldr, scale};
     int slot = 0, xslot = 0;
     u32 parity = 0, xparity = 0;
-    for (int first = p.strip_begin; first < p.strip_end; first += ONE_PASS ? N : PASS) {
+    for (int first = p.strip_begin; first < p.pass_end; first += NEXT_PASS) {
         const int count = min(PASS, p.strip_end - first);
         const bool some = WGMMA || mine < count;  // wgmma: three neighbours need this warp all the same
         f32x4 acc[S][NB] = {};
@@ -475,5 +494,5 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
         }
     }
     stamp(bias, END, 0);
-    if (CLUSTER > 1) barrier_cluster();  // nobody leaves while its shared memory is being read
+    if (CLUSTER * SHARE > 1) barrier_cluster();  // nobody leaves while its shared memory is being read or written
 }

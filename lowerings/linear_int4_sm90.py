@@ -66,6 +66,8 @@ class Config:
     """float: four warps multiply together, x is read from shared memory by the tensor cores"""
     xslots: int = 0
     """float, not prepare: stages of the ring of x"""
+    share: int = 1
+    """float, not prepare: blocks, each with rows of its own, among which one copy of x goes from L2 (multicast)"""
 
     @property
     def warps(self) -> int:
@@ -80,7 +82,7 @@ class Config:
     @property
     def registers(self) -> int:
         """float: of a thread, beside one warp of arrange_rows on each of the four register files."""
-        return _registers(self.warps)
+        return _registers(self.threads // 32)
 
     @property
     def limit(self) -> int:
@@ -103,7 +105,7 @@ class Config:
         sums = 0 if self.cluster * self.warps_k == 1 else warps * self.strips * max(8, self.tokens) * 64
         one_pass = ceil_div(ceil_div(n, TILE_N), self.grid // self.cluster) <= warps // self.warps_k * self.strips
         rings = max(ring + x, sums) if one_pass else ring + x + sums
-        bars = warps * 32 if self.prepare else self.xslots * 16
+        bars = warps * 32 if self.prepare else self.xslots * (16 if self.share == 1 else 24)
         return rings + max(8, self.tokens) * 4 + bars + self.slots * 16
 
 
@@ -161,7 +163,7 @@ def _integer(n: int, k: int, group: int, tokens: int, sms: int) -> Config:
 
 
 def _registers(warps: int) -> int:
-    return min(232, (16384 - 1024) // (32 * ceil_div(warps + 2, 4)) // 8 * 8)
+    return min(232, (16384 - 1024) // (32 * ceil_div(warps, 4)) // 8 * 8)
 
 
 def floats(
@@ -179,28 +181,31 @@ def floats(
     prepare: bool = False,
     wgmma: bool = False,
     half: bool = False,
+    share: int = 1,
 ) -> Config | None:
     """A configuration in floats with as deep a ring of weights as fits; none without two stages, when a warp's sums do
     not fit its registers, or when half of the warps along the rows have nothing to do."""
     depth, warps = ceil_div(ceil_div(k, TILE_K), cluster), warps_n * warps_k * (4 if wgmma else 1)
-    units = _units(cluster, ceil_div(n, TILE_N), sms)
-    share, rows = ceil_div(ceil_div(n, TILE_N), units), warps // warps_k * strips
-    passes = ceil_div(share, rows)
+    units = _units(cluster, ceil_div(n, TILE_N), sms) // share * share
+    if share > 1 and (cluster > 1 or prepare or units == 0):
+        return None
+    most, rows = ceil_div(ceil_div(n, TILE_N), units), warps // warps_k * strips
+    passes = ceil_div(most, rows)
     if depth < warps_k * chunk or warps > WARPS or (cluster > 1 and passes > 1):
         return None
-    if rows >= 2 * share and warps_n > 1:
+    if rows >= 2 * most and warps_n > 1:
         return None
     # sums; operands of two vectors of weights, or x and words of every strip; the rest: what did not spill
-    registers = strips * tokens // 2 + (72 if wgmma else tokens // 2 + 8 * strips + 24)
+    registers = strips * tokens // 2 + (72 + 12 * (strips > 1 and chunk > 1) if wgmma else tokens // 2 + 8 * strips + 24)
     registers += 0 if wgmma else 36 * (group < TILE_K) + 12 * half
     if prepare:  # every lane has some of x at once
         registers = max(registers, 4 * tokens * ceil_div(depth * 16, 32 * warps) + 24)
-    if registers > _registers(warps):
+    if registers > _registers(warps + 2 - prepare):
         return None
     steps = passes * ceil_div(depth, warps_k * chunk)
     config = Config(
         "float", tokens, units * cluster, cluster, strips, 1, warps_n, warps_k, chunk,
-        prepare=prepare, wgmma=wgmma, xslots=0 if prepare else min(xslots, steps),
+        prepare=prepare, wgmma=wgmma, xslots=0 if prepare else min(xslots, steps), share=share,
     )  # fmt: skip
     stage = warps * strips * chunk * int4_tile_bytes(group) + 16
     slots = min(steps, 16, (config.limit - 256 - config.smem(n, k, group)) // stage + 1)
@@ -228,7 +233,7 @@ def configs(
         if tokens <= PREPARED and (cluster == 1 or not norm):
             found.append(floats(*division, prepare=True, half=half))
         if tokens >= 8:
-            found += [floats(*division, *way, half) for way in ways]
+            found += [floats(*division, *way, half, share) for way in ways for share in (1, 2)[: 3 - cluster]]
     return sorted({c for c in found if c is not None}, key=lambda c: (_cost(c, n, k), repr(c)))
 
 
@@ -238,7 +243,7 @@ def _cost(config: Config, n: int, k: int) -> float:
     warps, step = config.warps, config.warps_k * config.chunk
     rows, depth = warps // config.warps_k * config.strips, ceil_div(tiles, config.cluster)
     passes, steps = ceil_div(ceil_div(strips, units), rows), ceil_div(depth, step)
-    weights, x = strips * tiles * 1072, config.grid * passes * depth * TILE_K * config.tokens * 2
+    weights, x = strips * tiles * 1072, config.grid // config.share * passes * depth * TILE_K * config.tokens * 2
     # tiles of the busiest warp; cycles of its quarter of a multiprocessor: issue or tensor cores
     each = passes * config.strips * steps * config.chunk
     slots = 110 + config.tokens / 2 + 24 / config.chunk if config.wgmma else max(110, 7 * config.tokens)
@@ -294,9 +299,10 @@ def kernel_of(
         constants |= {"BATCH": config.batch, "GAIN": int(gain)}
     else:
         constants |= {"XSLOTS": config.xslots, "REGISTERS": config.registers, "WG": int(config.wgmma)}
+        constants |= {"SHARE": config.share}
         constants |= {"PREPARE": int(config.prepare), "GAIN": int(gain and config.prepare), "STAMPS": int(stamps)}
     constants |= common.flags(half, prologue, epilogue)
-    shape = jit.Shape(config.grid, config.threads, smem, config.cluster)
+    shape = jit.Shape(config.grid, config.threads, smem, config.cluster * config.share)
     return jit.Kernel(SOURCES[config.kind], constants, "p" + common.SIGNATURE, shape)
 
 

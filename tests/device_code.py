@@ -159,9 +159,13 @@ static inline u32 redux_max(u32 v) { return reduce(v, [](u32 a, u32 b) { return 
 static inline int redux_add(int v) { return reduce(v, [](int a, int b) { return a + b; }); }
 
 // ---- mbarriers and copies
+static inline Mbarrier& barrier_in(Block& block, u32 bar) {
+    REQUIRE(bar % 8 == 0 && (bar & 0xffffff) < BASE + block.smem.size());
+    return block.bars[((bar & 0xffffff) - BASE) / 8];
+}
 static inline Mbarrier& barrier_at(u32 bar) {
-    REQUIRE(bar >> 24 == rank_ && bar % 8 == 0 && (bar & 0xffffff) < BASE + block_->smem.size());
-    return block_->bars[((bar & 0xffffff) - BASE) / 8];
+    REQUIRE(bar >> 24 == rank_);
+    return barrier_in(*block_, bar);
 }
 static inline void mbarrier_init(u32 bar, u32 count) {
     Mbarrier& m = barrier_at(bar);
@@ -171,13 +175,14 @@ static inline void mbarrier_init(u32 bar, u32 count) {
 }
 static inline void fence_mbarrier_init() {}
 static inline void fence_proxy_async() {}
-static inline void arrive(u32 bar, long bytes) {
-    Mbarrier& m = barrier_at(bar);
+static inline void arrive(Mbarrier& m, long bytes) {
     std::lock_guard g(m.lock);
-    REQUIRE(m.pending > 0);
+    REQUIRE(m.count > 0 && m.pending > 0);
     m.bytes += bytes, m.pending -= 1;
     m.settle();
 }
+static inline void arrive(u32 bar, long bytes) { arrive(barrier_at(bar), bytes); }
+static inline void mbarrier_arrive_cluster(u32 bar) { arrive(barrier_in(*cluster_->blocks[bar >> 24], bar), 0); }
 static inline void mbarrier_arrive(u32 bar) { arrive(bar, 0); }
 static inline void mbarrier_arrive_expect_tx(u32 bar, u32 bytes) { arrive(bar, bytes); }
 static inline bool mbarrier_test_parity(u32 bar, u32 parity) {
@@ -199,10 +204,8 @@ static inline void mbarrier_wait_parity(u32 bar, u32 parity) {
 }
 static inline u64 createpolicy_evict_first() { return 0; }
 static inline u64 createpolicy_evict_normal() { return 0; }
-static inline void cp_async_bulk(u32 to, const void* from, u32 bytes, u32 bar, u64) {
-    REQUIRE(to % 16 == 0 && uintptr_t(from) % 16 == 0 && bytes % 16 == 0 && bytes > 0);
-    Mbarrier& m = barrier_at(bar);
-    u8* const target = at(to, bytes);
+static inline void copy_late(Mbarrier& m, u8* target, const void* from, u32 bytes) {
+    REQUIRE(uintptr_t(from) % 16 == 0 && bytes % 16 == 0 && bytes > 0);
     const auto copy = [=, &m] {
         std::memcpy(target, from, bytes);
         m.bytes -= bytes;
@@ -214,6 +217,16 @@ static inline void cp_async_bulk(u32 to, const void* from, u32 bytes, u32 bar, u
         copy();
     else
         m.copies.push_back(copy), m.moved.notify_all();
+}
+static inline void cp_async_bulk(u32 to, const void* from, u32 bytes, u32 bar, u64) {
+    REQUIRE(to % 16 == 0);
+    copy_late(barrier_at(bar), at(to, bytes), from, bytes);
+}
+static inline void cp_async_bulk_multicast(u32 to, const void* from, u32 bytes, u32 bar, u16 mask, u64) {
+    REQUIRE(to % 16 == 0 && to >> 24 == rank_ && bar >> 24 == rank_ && mask >> cluster_->blocks.size() == 0);
+    for (u32 r = 0; r < cluster_->blocks.size(); ++r)
+        if (mask >> r & 1)
+            copy_late(barrier_in(*cluster_->blocks[r], bar), at((to & 0xffffff) | r << 24, bytes), from, bytes);
 }
 static inline void cp_async_bulk_prefetch_l2(const void* from, u32 bytes) {
     REQUIRE(uintptr_t(from) % 16 == 0 && bytes % 16 == 0);

@@ -79,6 +79,14 @@ CASES = {
     "wgmma, cluster, two strips a warp": Case(
         112, 520, 16, floats(112, 520, 16, 2, 1, 1, 2, 1, 2, units=1, wgmma=True), epilogue="bias|residual"
     ),
+    # 17 and 16 strips with passes of 4: blocks that share x make as many passes
+    "wgmma, shared x, passes": Case(
+        528, 640, 16, dataclasses.replace(floats(528, 640, 16, 1, 1, 1, 1, 2, 2, wgmma=True, share=2), slots=2),
+        prologue="rms", epilogue="residual", rows=13,
+    ),
+    "arranged, shared x, split": Case(
+        80, 904, 32, dataclasses.replace(floats(80, 904, 32, 1, 2, 2, 2, 1, 2, share=2), slots=3), epilogue="bias"
+    ),
     "wgmma, 8 tokens, split": Case(64, 640, 8, floats(64, 640, 8, 1, 1, 2, 1, 2, 2, units=1, wgmma=True)),
     "integers": Case(
         64, 520, 2, int4.integer(64, 520, 128, 2, 2, 1, 4, 2, 1, 2), prologue="rms", epilogue="residual"
