@@ -27,6 +27,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,8 +45,6 @@ MODELS = {"8b": (4096, 6144, 4096, 14336), "70b": (8192, 10240, 8192, 28672)}
 """hidden, rows of qkv, columns of o, intermediate"""
 EPS = 1e-5
 L2_BYTES = 60 << 20
-MOST = {(True, False): 140, (False, True): 170, (False, False): 40}
-"""Divisions of the work that --tune tries: (prepared x or not, wgmma or not) -> number, cheapest first."""
 ROUNDINGS = 2.0
 """Largest error of an output: one is the store, the other float32 summation and the hardware's rsqrt and exp."""
 
@@ -492,9 +491,9 @@ def beginnings(c: int4.Config) -> list[tuple[int, int]]:
     return [(0, 0), (700, 0), (0, bytes_ // 16), *late]
 
 
-def variants(lin: Linear, tokens: int) -> list[int4.Config]:
-    """Configurations worth timing for one linear; the one that is chosen now stands first and is tried in the layer in
-    any case."""
+def variants(lin: Linear, tokens: int, each: int) -> list[int4.Config]:
+    """Configurations worth timing for one linear, the ``each`` cheapest of every kind (a quarter of those that should
+    not win); the one that is chosen now stands first and is tried in the layer in any case."""
     n, k, bound, sms = lin.n, lin.k, int4.bound(tokens), 132
     found = [chosen_for(lin, tokens)]
     share = int4.ceil_div(n, 16) / sms
@@ -504,16 +503,17 @@ def variants(lin: Linear, tokens: int) -> list[int4.Config]:
         ):
             if warps // warps_k * strips <= 1.3 * max(1, share * cluster) and not (cluster > 1 and share > 3):
                 found.append(int4.integer(n, k, 128, bound, sms, cluster, warps, warps_k, strips, chunk))
-    left = dict(MOST) if bound > 8 else MOST | {(False, True): 0}  # so few tokens leave wgmma idle
-    for c in int4.configs(n, k, 128, bound, sms, norm=bool(lin.prologue), rings=(2, 3, 4, 6)):
-        left[c.prepare, c.wgmma] -= 1
-        if left[c.prepare, c.wgmma] >= 0:
+    tried: Counter[tuple[int, int, bool, bool]] = Counter()
+    for c in int4.configs(n, k, 128, bound, sms, norm=bool(lin.prologue), rings=(2, 3, 4, 6), clusters=(1, 2, 4)):
+        kind = (c.cluster, c.share, c.prepare, c.wgmma)
+        tried[kind] += 1
+        if tried[kind] <= (each if c.wgmma == (bound > 8) else each // 4):
             found.append(c)
     fits = [c for c in found if c is not None and c.smem(n, k, 128) <= c.limit]
     return list(dict.fromkeys(fits))
 
 
-def tune(model: str, tokens: int, seconds: float, rounds: int = 2) -> dict[str, Any]:
+def tune(model: str, tokens: int, seconds: float, rounds: int, each: int) -> dict[str, Any]:
     """Every variant of each linear by itself, then the fastest of each in the whole layer, where it counts: a
     neighbour's loads overlap with it. Coordinate descent over those and over the delays of the first request."""
     weights, layers, _ = packed_weights(model, 128)
@@ -535,9 +535,13 @@ def tune(model: str, tokens: int, seconds: float, rounds: int = 2) -> dict[str, 
     for lin in shapes:
         v = torch.randn(tokens, lin.k, device="cuda", dtype=torch.bfloat16)
         r = torch.randn(tokens, lin.n, device="cuda", dtype=torch.bfloat16) if "residual" in lin.epilogue else None
-        configs = variants(lin, tokens)
+        configs = variants(lin, tokens, each)
         prepare([(lin, c) for c in configs])
         configs = [c for c in configs if kernels[lin.name, c].cubin.resources.spill_stores == 0]
+        # clusters that have to wait for others take twice as long
+        configs = [
+            c for c in configs if c.cluster <= 2 or kernels[lin.name, c].clusters_at_once(0) * c.cluster >= c.grid
+        ]
         want = ours(v, weights[lin.name][0], lin, 128, None, r, gain_of(lin)).float()
         times = {}
         for c in configs:
@@ -673,6 +677,7 @@ def main() -> None:
     parser.add_argument("--tune", nargs="*", default=[], help="model:tokens")
     parser.add_argument("--timeline", nargs="*", default=[], help="model:tokens")
     parser.add_argument("--rounds", type=int, default=2, help="of --tune in the layer")
+    parser.add_argument("--each", type=int, default=40, help="of --tune: divisions of every kind")
     parser.add_argument("--commit", default="", help="noted in the results")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode_linears.json")
     args = parser.parse_args()
@@ -692,7 +697,7 @@ def main() -> None:
     if args.tune:
         for case in args.tune:
             model, tokens = case.split(":")
-            result[f"tune {case}"] = tune(model, int(tokens), args.seconds, args.rounds)
+            result[f"tune {case}"] = tune(model, int(tokens), args.seconds, args.rounds, args.each)
             write_tuned()
             args.out.write_text(json.dumps(result))
         return

@@ -120,9 +120,9 @@ def bound(tokens: int) -> int:
 
 
 def _units(cluster: int, strips: int, sms: int) -> int:
-    # Not every GPC has a multiple of four SMs: 32 clusters of four or 16 of eight do not all fit with one block on an
-    # SM, and two blocks of one grid on an SM take twice as long as the others.
-    return max(1, min(sms // cluster if cluster <= 2 else sms // cluster - 2, strips))
+    # Not every GPC has a multiple of four SMs: of 132, 30 clusters of four fit, and a block that has to wait for
+    # another takes the whole grid twice as long (:func:`_kernel` asks the card).
+    return max(1, min(sms // cluster if cluster <= 2 else sms // cluster - 3, strips))
 
 
 def integer(
@@ -196,7 +196,9 @@ def floats(
     if rows >= 2 * most and warps_n > 1:
         return None
     # sums; operands of two vectors of weights, or x and words of every strip; the rest: what did not spill
-    registers = strips * tokens // 2 + (72 + 12 * (strips > 1 and chunk > 1) if wgmma else tokens // 2 + 8 * strips + 24)
+    registers = strips * tokens // 2 + (
+        72 + 12 * (strips > 1 and chunk > 1) if wgmma else tokens // 2 + 8 * strips + 24
+    )
     registers += 0 if wgmma else 36 * (group < TILE_K) + 12 * half
     if prepare:  # every lane has some of x at once
         registers = max(registers, 4 * tokens * ceil_div(depth * 16, 32 * warps) + 24)
@@ -221,19 +223,20 @@ def configs(
     half: bool = False,
     norm: bool = True,
     rings: tuple[int, ...] = (4, 3, 2),
+    clusters: tuple[int, ...] = (1, 2),
 ) -> list[Config]:
     """Divisions of the work in floats, cheapest first by :func:`_cost`; rings: stages of x to try."""
     found: list[Config | None] = []
     wgmma = (False, True) if group == TILE_K and not half else (False,)
-    ways = list(itertools.product(rings, (False,), wgmma))  # xslots, prepare, wgmma
     warps = [(a, b) for a in range(1, WARPS + 1) for b in range(1, WARPS // a + 1)]
-    for each in itertools.product((1, 2), warps, (1, 2, 3, 4), (1, 2, 3, 4)):  # larger clusters do not all fit at once
+    for each in itertools.product(clusters, warps, (1, 2, 3, 4), (1, 2, 3, 4)):
         cluster, (warps_n, warps_k), strips, chunk = each
         division = (n, k, group, tokens, sms, cluster, warps_n, warps_k, strips, chunk)
-        if tokens <= PREPARED and (cluster == 1 or not norm):
+        if tokens <= PREPARED and (cluster == 1 or (cluster == 2 and not norm)):
             found.append(floats(*division, prepare=True, half=half))
         if tokens >= 8:
-            found += [floats(*division, *way, half, share) for way in ways for share in (1, 2)[: 3 - cluster]]
+            for xslots, wg, share in itertools.product(rings, wgmma, (1, 2) if cluster == 1 else (1,)):
+                found.append(floats(*division, xslots, wgmma=wg, half=half, share=share))
     return sorted({c for c in found if c is not None}, key=lambda c: (_cost(c, n, k), repr(c)))
 
 
@@ -249,7 +252,9 @@ def _cost(config: Config, n: int, k: int) -> float:
     slots = 110 + config.tokens / 2 + 24 / config.chunk if config.wgmma else max(110, 7 * config.tokens)
     work = each * slots * ceil_div(warps, 4) / 1.9e3 * (1 + 8 / warps)
     flight = warps * (config.slots - 1) * config.strips * config.chunk * 1072
-    memory = max(weights / 4.3e6, (weights + x) / 6e6) * (1 + max(0, 100_000 - flight) / 200_000)
+    memory = max(weights / 4.3e6, (weights + x) / (5.2e6 * config.grid / SMS)) * (
+        1 + max(0, 100_000 - flight) / 200_000
+    )
     sums = config.warps_k * rows * config.tokens * 64 if config.cluster * config.warps_k > 1 else 0
     both = max(memory, work) + 0.3 * min(memory, work) + passes * steps * config.chunk * 0.02
     launches = 0 if config.prepare else 3.5
@@ -317,8 +322,15 @@ def kernel(
 def _kernel(
     n: int, k: int, group: int, tokens: int, half: bool, prologue: str, epilogue: str, sms: int, gain: bool
 ) -> jit.Kernel:
+    def of(config: Config) -> jit.Kernel:
+        return kernel_of(config, n, k, group, half, prologue, epilogue, gain)
+
     config = choose(n, k, group, tokens, sms, half, prologue == "rms")
-    return kernel_of(config, n, k, group, half, prologue, epilogue, gain)
+    made = of(config)
+    large = config.cluster > 2 and torch.cuda.is_available()
+    if large and made.clusters_at_once(torch.cuda.current_device()) * config.cluster < config.grid:
+        return of(configs(n, k, group, tokens, sms, half, prologue == "rms")[0])
+    return made
 
 
 def arrange_kernel(kernel: jit.Kernel, gain: bool) -> jit.Kernel | None:

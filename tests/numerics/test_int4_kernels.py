@@ -79,6 +79,9 @@ CASES = {
     "wgmma, cluster, two strips a warp": Case(
         112, 520, 16, floats(112, 520, 16, 2, 1, 1, 2, 1, 2, units=1, wgmma=True), epilogue="bias|residual"
     ),
+    "arranged, cluster of four": Case(
+        48, 1160, 16, floats(48, 1160, 16, 4, 3, 1, 1, 1, 2), prologue="rms", epilogue="residual", rows=15
+    ),
     # 17 and 16 strips with passes of 4: blocks that share x make as many passes
     "wgmma, shared x, passes": Case(
         528, 640, 16, dataclasses.replace(floats(528, 640, 16, 1, 1, 1, 1, 2, 2, wgmma=True, share=2), slots=2),
