@@ -234,8 +234,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     __syncwarp();
 
+    if (GAIN && STAGED && lane < 16)  // a parameter: it comes while the grid before ends
+        for (int i = warp; i < tiles.end - tiles.begin; i += WARPS) {
+            const int k = (tiles.begin + i) * 128 + 8 * lane;
+            const bool exists = K % 128 == 0 || k < K;
+            cp_async_16(smem + X + i * XTILE + GAINS + lane * 16, exists ? gain + k : gain, exists ? 16 : 0);
+        }
     griddepcontrol_wait();
     const Epilogue<N, HALF, FU_BIAS, FU_SWIGLU, FU_RESIDUAL> epilogue = {bias, residual, y, m, ldr, scale};
+    auto held = epilogue.fetch(strips.begin + warp * CLUSTER + rank, 0, lane);  // of this warp's first strip
     {  // x: a warp takes every WARPS-th tile; all requests first
         const int count = tiles.end - tiles.begin, k = tiles.begin * 128 + 8 * (lane & 15), token = lane >> 4;
         const u16* row = x + (long long)min(token, m - 1) * ldx;
@@ -243,12 +250,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             for (int i = warp; i < count; i += WARPS) {
                 const bool exists = K % 128 == 0 || k + i * 128 < K;
                 cp_async_16(smem + X + i * XTILE + lane * 16, exists ? row + k + i * 128 : x, exists ? 16 : 0);
-            }
-        if (GAIN && STAGED && lane < 16)
-            for (int i = warp; i < tiles.end - tiles.begin; i += WARPS) {
-                const int k = (tiles.begin + i) * 128 + 8 * lane;
-                const bool exists = K % 128 == 0 || k < K;
-                cp_async_16(smem + X + i * XTILE + GAINS + lane * 16, exists ? gain + k : gain, exists ? 16 : 0);
             }
         cp_async_commit_group();
         cp_async_wait_group<0>();
@@ -332,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             const int before = first - PASS, count = min(PASS, strips.end - before);
             const u32 sums = smem + SUMS + (pass - 1) % 3 * (WK * PASS * 128) + (lane >> 2) * 16;
             for (int i = warp * CLUSTER + rank; i < count; i += WARPS * CLUSTER) {
-                const auto held = epilogue.fetch(before + i, 0, lane);
+                if (pass > 1 || i >= WARPS * CLUSTER) held = epilogue.fetch(before + i, 0, lane);
                 f32x4 v = {0, 0, 0, 0};
                 for (int r = 0; r < CLUSTER; ++r) {
                     const u32 base = CLUSTER > 1 ? mapa(sums + i * 128, r) : sums + i * 128;

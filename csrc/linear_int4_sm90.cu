@@ -434,12 +434,15 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
         }
     }
 
+    griddepcontrol_wait();  // before what others wrote is read, and what they read is written
     const Epilogue<N, HALF, FU_BIAS, FU_SWIGLU, FU_RESIDUAL> epilogue = {bias, residual, y, m, ldr, scale};
     int slot = 0, xslot = 0;
     u32 parity = 0, xparity = 0;
     for (int first = p.strip_begin; first < p.pass_end; first += NEXT_PASS) {
         const int count = min(PASS, p.strip_end - first);
         const bool some = WGMMA || mine < count;  // wgmma: three neighbours need this warp all the same
+        const int end = warp * CLUSTER + rank;  // the fragment that this warp ends first, and what it needs by then
+        const auto held = DIRECT ? decltype(epilogue.fetch(0, 0, 0)){} : epilogue.fetch(first + end / NB, end % NB * 8, lane);
         f32x4 acc[S][NB] = {};
         f32x2 unit[S];
 #pragma unroll
@@ -468,7 +471,6 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
             if (!PREPARE && ++xslot == XSLOTS) xslot = 0, xparity ^= 1;
         }
         stamp(bias, MULTIPLIED, 0);
-        griddepcontrol_wait();  // before what others wrote is read, and what they read is written
 #pragma unroll
         for (int s = 0; s < S; ++s) times(acc[s], unit[s].x * F::UNIT, unit[s].y * F::UNIT);
         if constexpr (DIRECT) {
@@ -490,7 +492,7 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
                     st_shared_f4(smem + SUMS + (((wk * PASS + mine + s * W) * NB + nb) * 32 + lane) * 16,
                                  acc[s][nb]);
             finish_parts<CLUSTER, WK, PASS, NB, WARPS, RMS>(smem + SUMS, smem + RSTD, first, count, warp, rank, lane,
-                                                            epilogue);
+                                                            epilogue, held);
         }
     }
     stamp(bias, END, 0);

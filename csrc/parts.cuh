@@ -11,11 +11,12 @@ DEVICE f32x4 times_rstd(f32x4 v, u32 rstd, int token) {
 }
 
 // Adds them up and ends the pass. sums: [wk][strip of the pass][8 tokens][lane] f32x4 in every block, written by the
-// WARPS warps that call this; first, count: strips of the pass. One order of summation whatever the cluster does.
+// WARPS warps that call this; first, count: strips of the pass; held: what a warp's first fragment needs, asked for
+// before the sums were made. One order of summation whatever the cluster does.
 template <int CLUSTER, int WK, int PASS, int NB, int WARPS, bool RMS, class E>
-DEVICE void finish_parts(u32 sums, u32 rstd, int first, int count, int warp, int rank, int lane, const E& epilogue) {
+DEVICE void finish_parts(u32 sums, u32 rstd, int first, int count, int warp, int rank, int lane, const E& epilogue,
+                         typename E::Held held) {
     int i = warp * CLUSTER + rank;
-    auto held = epilogue.fetch(first + i / NB, i % NB * 8, lane);  // early: behind the barrier it would be waited for
     if (CLUSTER > 1)
         barrier_cluster();
     else
