@@ -10,8 +10,9 @@
 // bfloat16 values carry the powers of two of Form::scaled. Columns behind K are zeros, tokens behind m are left out: no
 // sum of a token that exists meets them.
 //
-// A block takes one row or, without a norm, one of PARTS parts of it. 128 threads, so that it fits beside a block of
-// the linear, which it lets in at once: weights are on their way meanwhile.
+// A block takes one of PARTS parts of a row; with a norm one block more takes the row's squares. 128 threads of 32
+// registers, so that it fits beside a block of a linear: it waits there when the kernel before ends, and lets its own
+// linear in, whose weights are on their way meanwhile.
 //
 // Rendered constants: FU_KERNEL, FU_K, FU_GROUP, FU_TOKENS, FU_PARTS, FU_HALF, FU_RMS, FU_GAIN, FU_WG.
 #include "int4.cuh"
@@ -22,11 +23,10 @@ constexpr int K = FU_K, TOKENS = FU_TOKENS, NB = TOKENS / 8, PARTS = FU_PARTS, T
 constexpr int TILES = (K + 127) / 128, CHUNKS = TILES * 16, GROUPS = fu::kTileK / FU_GROUP, LANES = FU_GROUP / 8;
 constexpr bool WGMMA = FU_WG;
 constexpr int RECORD = TOKENS * (256 + (WGMMA ? 16 : GROUPS * 4));
-constexpr int VECTORS = (CHUNKS + PARTS * THREADS - 1) / (PARTS * THREADS);
+constexpr int VECTORS = (CHUNKS + PARTS * THREADS - 1) / (PARTS * THREADS), BLOCKS = PARTS + FU_RMS;
 constexpr bool HALF = FU_HALF, RMS = FU_RMS, GAIN = FU_GAIN;
 using F = Form<HALF>;
 static_assert(K % 8 == 0, "16-byte loads");
-static_assert(!RMS || PARTS == 1, "a norm needs the whole row");
 
 DEVICE float total(u32 pair) { return to_f32<HALF>(u16(pair)) + to_f32<HALF>(u16(pair >> 16)); }
 }  // namespace
@@ -36,8 +36,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
               float* __restrict__ rstd, int ldx, float eps) {
     __shared__ float sums[THREADS / 32];
     griddepcontrol_launch_dependents();
-    const int row = int(blockIdx.x) / PARTS, first = int(blockIdx.x) % PARTS * (VECTORS * THREADS) + int(threadIdx.x);
+    const int row = int(blockIdx.x) / BLOCKS, part = int(blockIdx.x) % BLOCKS;
     const u16* const from = x + (long long)row * ldx;
+    if (RMS && part == PARTS) {
+        griddepcontrol_wait();
+        float sum = 0;
+#pragma unroll 4
+        for (int chunk = threadIdx.x; chunk * 8 < K; chunk += THREADS)
+            sum = squares<HALF>(ld_global_cg_v4(from + chunk * 8), sum);
+        sum = block_sum<THREADS>(sum, sums);
+        if (threadIdx.x == 0) rstd[row] = rsqrt_approx(sum / K + eps);
+        return;
+    }
+    const int first = part * (VECTORS * THREADS) + int(threadIdx.x);
+    if (GAIN) {  // into L1: registers do not hold it beside x
+        u32 seen = 0;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+            if ((first + i * THREADS) * 8 < K) seen |= ld_global_nc_v4(gain + (first + i * THREADS) * 8).x;
+        if (seen == 1) griddepcontrol_wait();  // a use, without which the compiler drops the loads
+    }
     griddepcontrol_wait();
     u32x4 v[VECTORS];
 #pragma unroll
@@ -45,11 +63,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int chunk = first + i * THREADS;
         v[i] = chunk * 8 < K ? ld_global_cg_v4(from + chunk * 8) : u32x4{0, 0, 0, 0};
     }
-    float sum = 0;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int chunk = first + i * THREADS, tile = chunk / 16, place = chunk % 16;
-        if (RMS) sum = squares<HALF>(v[i], sum);
         if (GAIN) v[i] = F::times_gain(v[i], chunk * 8 < K ? ld_global_nc_v4(gain + chunk * 8) : u32x4{0, 0, 0, 0});
         float group = total(v[i].x) + total(v[i].y) + (total(v[i].z) + total(v[i].w));
 #pragma unroll
@@ -76,7 +92,4 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 *reinterpret_cast<float*>(to + TOKENS * 256 + (place / LANES * TOKENS + row) * 4) = group;
         }
     }
-    if (!RMS) return;
-    sum = block_sum<THREADS>(sum, sums);
-    if (threadIdx.x == 0) rstd[row] = rsqrt_approx(sum / K + eps);
 }

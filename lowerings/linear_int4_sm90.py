@@ -334,8 +334,8 @@ def _kernel(
 
 
 def arrange_kernel(kernel: jit.Kernel, gain: bool) -> jit.Kernel | None:
-    """What runs before a kernel of this module, with a gain or without: one block for each token and part of its row;
-    none before those that read x as it is."""
+    """What runs before a kernel of this module, with a gain or without: a block for each token and part of its row, and
+    with a norm one more for the token; none before those that read x as it is."""
     if kernel.constants.get("PREPARE") != 0:
         return None
     names = ("K", "GROUP", "TOKENS", "HALF", "RMS", "WG")
@@ -344,9 +344,9 @@ def arrange_kernel(kernel: jit.Kernel, gain: bool) -> jit.Kernel | None:
 
 @functools.cache
 def _arrange_kernel(k: int, group: int, tokens: int, half: int, rms: int, wg: int, gain: bool) -> jit.Kernel:
-    parts = 1 if rms else ceil_div(ceil_div(k, TILE_K) * 16, 512)
+    parts = ceil_div(ceil_div(k, TILE_K) * 16, 384 if gain else 512)  # 3 or 4 of 16 bytes: what 32 registers hold
     constants = {"K": k, "GROUP": group, "TOKENS": tokens, "PARTS": parts, "HALF": half, "RMS": rms, "WG": wg}
-    shape = jit.Shape(tokens * parts, 128, 0)
+    shape = jit.Shape(tokens * (parts + rms), 128, 0)
     return jit.Kernel("arrange_rows_sm90.cu", constants | {"GAIN": int(gain)}, "ppppif", shape)
 
 
@@ -369,7 +369,7 @@ def _arrange(
         None if rstd is None else rstd.data_ptr(),
         ldx,
         eps,
-        grid=rows * c["PARTS"],
+        grid=rows * (c["PARTS"] + c["RMS"]),
     )
     return records, rstd
 

@@ -140,7 +140,7 @@ def test_against_float64(name, tmp_path):
             (-(-case.k // 128) * int4.record(c.tokens, case.group, c.wgmma),), 0xFD, dtype=torch.uint8
         ).share_memory_()
         norm = torch.full((rows,), float("nan")).share_memory_() if case.prologue else None
-        grid = rows * arrange.constants["PARTS"]
+        grid = rows * (arrange.constants["PARTS"] + arrange.constants["RMS"])
         launch(lib, arrange, grid, x, gain, records, norm, x.stride(0), ctypes.c_float(EPS))
         given = records
     types = {"x": "u16" if c.kind == "integer" else "u8", "norm": "u16" if c.kind == "integer" else "void"}
