@@ -31,7 +31,7 @@ static_assert(K % 8 == 0, "16-byte loads");
 DEVICE float total(u32 pair) { return to_f32<HALF>(u16(pair)) + to_f32<HALF>(u16(pair >> 16)); }
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 16)
     FU_KERNEL(const u16* __restrict__ x, const u16* __restrict__ gain, u8* __restrict__ records,
               float* __restrict__ rstd, int ldx, float eps) {
     __shared__ float sums[THREADS / 32];
@@ -63,15 +63,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int chunk = first + i * THREADS;
         v[i] = chunk * 8 < K ? ld_global_cg_v4(from + chunk * 8) : u32x4{0, 0, 0, 0};
     }
+    const int place = threadIdx.x % 16;
+    u8* const records_here = records + (long long)(first / 16) * RECORD;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        const int chunk = first + i * THREADS, tile = chunk / 16, place = chunk % 16;
+        const int chunk = first + i * THREADS;
         if (GAIN) v[i] = F::times_gain(v[i], chunk * 8 < K ? ld_global_nc_v4(gain + chunk * 8) : u32x4{0, 0, 0, 0});
         float group = total(v[i].x) + total(v[i].y) + (total(v[i].z) + total(v[i].w));
 #pragma unroll
         for (int m = 1; m < LANES; m *= 2) group += __shfl_xor_sync(0xffffffffu, group, m);
         if (chunk >= CHUNKS) continue;
-        u8* const to = records + (long long)tile * RECORD;
+        u8* const to = records_here + i * (THREADS / 16 * RECORD);
         const u32x4 w = F::scaled(v[i]);
         u8* const block = to + (place / 4 * NB + row / 8) * 512;
         group *= F::SUM_SCALE / F::UNIT;
