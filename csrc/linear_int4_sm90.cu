@@ -92,14 +92,10 @@ DEVICE u32 x_full(u32 smem, int slot) { return smem + BARS + slot * 16; }
 DEVICE u32 x_empty(u32 smem, int slot) { return smem + BARS + slot * 16 + 8; }
 DEVICE u32 x_both(u32 smem, int slot) { return smem + BARS + XSLOTS * 16 + slot * 8; }  // empty at the other block, too
 
-// By one warp; a step's records follow each other.
-DEVICE void feed(u32 smem, const u8* x, const float* rstd, int m, const Split& p, int lane, const u16* times) {
+// By one thread; a step's records follow each other.
+DEVICE void feed(u32 smem, const u8* x, const Split& p, const u16* times) {
     griddepcontrol_wait();
-    stamp(times, RELEASED, WARPS + 1);
-    // rstd is there when a consumer sees the first step: its lane arrives after these stores.
-    if (RMS && lane < TOKENS) st_shared_f32(smem + RSTD + lane * 4, lane < m ? ld_global_cg_f32(rstd + lane) : 0.0f);
-    __syncwarp();
-    if (!elect_sync()) return;
+    stamp(times, RELEASED);
     const u64 policy = createpolicy_evict_normal();
     const u32 rank = SHARE > 1 ? cluster_ctarank() : 0;
     int slot = 0;
@@ -413,10 +409,12 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
         __syncthreads();
 
     if (warp >= WARPS) {
-        if (!PREPARE && warp > WARPS)
-            feed(smem, x, static_cast<const float*>(norm), m, p, lane, bias);
-        else if (elect_sync())
-            stream(smem, weight, p, bias);
+        if (elect_sync()) {
+            if (!PREPARE && warp > WARPS)
+                feed(smem, x, p, bias);
+            else
+                stream(smem, weight, p, bias);
+        }
         __syncwarp();
         if (CLUSTER > 1) barrier_cluster();
         if (CLUSTER * SHARE > 1) barrier_cluster();
@@ -435,6 +433,9 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
     }
 
     griddepcontrol_wait();  // before what others wrote is read, and what they read is written
+    if (RMS && !PREPARE && threadIdx.x < TOKENS)
+        st_shared_f32(smem + RSTD + threadIdx.x * 4,
+                      int(threadIdx.x) < m ? ld_global_cg_f32(static_cast<const float*>(norm) + threadIdx.x) : 0.0f);
     const Epilogue<N, HALF, FU_BIAS, FU_SWIGLU, FU_RESIDUAL> epilogue = {bias, residual, y, m, ldr, scale};
     int slot = 0, xslot = 0;
     u32 parity = 0, xparity = 0;
@@ -474,7 +475,7 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
 #pragma unroll
         for (int s = 0; s < S; ++s) times(acc[s], unit[s].x * F::UNIT, unit[s].y * F::UNIT);
         if constexpr (DIRECT) {
-            if (PREPARE && RMS) bar_sync<CONSUMERS>(1);  // rstd
+            if (RMS) bar_sync<CONSUMERS>(1);  // rstd
 #pragma unroll
             for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
