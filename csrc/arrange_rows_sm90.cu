@@ -23,7 +23,8 @@ constexpr int K = FU_K, TOKENS = FU_TOKENS, NB = TOKENS / 8, PARTS = FU_PARTS, T
 constexpr int TILES = (K + 127) / 128, CHUNKS = TILES * 16, GROUPS = fu::kTileK / FU_GROUP, LANES = FU_GROUP / 8;
 constexpr bool WGMMA = FU_WG;
 constexpr int RECORD = TOKENS * (256 + (WGMMA ? 16 : GROUPS * 4));
-constexpr int VECTORS = (CHUNKS + PARTS * THREADS - 1) / (PARTS * THREADS), BLOCKS = PARTS + FU_RMS;
+constexpr int BLOCKS = PARTS + FU_RMS, EACH = (CHUNKS + PARTS * THREADS - 1) / (PARTS * THREADS);  // of a thread
+constexpr int MOST = FU_GAIN ? 3 : 4, BATCHES = (EACH + MOST - 1) / MOST, VECTORS = (EACH + BATCHES - 1) / BATCHES;
 constexpr bool HALF = FU_HALF, RMS = FU_RMS, GAIN = FU_GAIN;
 using F = Form<HALF>;
 static_assert(K % 8 == 0, "16-byte loads");
@@ -48,50 +49,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16)
         if (threadIdx.x == 0) rstd[row] = rsqrt_approx(sum / K + eps);
         return;
     }
-    const int first = part * (VECTORS * THREADS) + int(threadIdx.x);
+    int first = part * (BATCHES * VECTORS * THREADS) + int(threadIdx.x);
     if (GAIN) {  // into L1: registers do not hold it beside x
         u32 seen = 0;
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i)
+        for (int i = 0; i < BATCHES * VECTORS; ++i)
             if ((first + i * THREADS) * 8 < K) seen |= ld_global_nc_v4(gain + (first + i * THREADS) * 8).x;
         if (seen == 1) griddepcontrol_wait();  // a use, without which the compiler drops the loads
     }
     griddepcontrol_wait();
-    u32x4 v[VECTORS];
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        const int chunk = first + i * THREADS;
-        v[i] = chunk * 8 < K ? ld_global_cg_v4(from + chunk * 8) : u32x4{0, 0, 0, 0};
-    }
-    const int place = threadIdx.x % 16;
-    u8* const records_here = records + (long long)(first / 16) * RECORD;
+    for (int batch = 0; batch < BATCHES; ++batch, first += VECTORS * THREADS) {
+        u32x4 v[VECTORS];
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        const int chunk = first + i * THREADS;
-        if (GAIN) v[i] = F::times_gain(v[i], chunk * 8 < K ? ld_global_nc_v4(gain + chunk * 8) : u32x4{0, 0, 0, 0});
-        float group = total(v[i].x) + total(v[i].y) + (total(v[i].z) + total(v[i].w));
+        for (int i = 0; i < VECTORS; ++i) {
+            const int chunk = first + i * THREADS;
+            v[i] = chunk * 8 < K ? ld_global_cg_v4(from + chunk * 8) : u32x4{0, 0, 0, 0};
+        }
+        const int place = threadIdx.x % 16;
+        u8* const records_here = records + (long long)(first / 16) * RECORD;
 #pragma unroll
-        for (int m = 1; m < LANES; m *= 2) group += __shfl_xor_sync(0xffffffffu, group, m);
-        if (chunk >= CHUNKS) continue;
-        u8* const to = records_here + i * (THREADS / 16 * RECORD);
-        const u32x4 w = F::scaled(v[i]);
-        u8* const block = to + (place / 4 * NB + row / 8) * 512;
-        group *= F::SUM_SCALE / F::UNIT;
-        if constexpr (WGMMA) {
-            u32* const words = reinterpret_cast<u32*>(block + row % 8 * 16 + place % 4 * 4);
-            words[0] = w.x, words[32] = w.y, words[64] = w.z, words[96] = w.w;
-            if (place == 0) {
-                const u16 high = from_f32<false>(-group);
-                float rest = -group - to_f32<false>(high);
-                const u16 middle = from_f32<false>(rest);
-                rest -= to_f32<false>(middle);
-                *reinterpret_cast<u32x4*>(to + TOKENS * 256 + row * 16) = {high | u32(middle) << 16,
-                                                                           from_f32<false>(rest), 0, 0};
+        for (int i = 0; i < VECTORS; ++i) {
+            const int chunk = first + i * THREADS;
+            if (GAIN) v[i] = F::times_gain(v[i], chunk * 8 < K ? ld_global_nc_v4(gain + chunk * 8) : u32x4{0, 0, 0, 0});
+            float group = total(v[i].x) + total(v[i].y) + (total(v[i].z) + total(v[i].w));
+#pragma unroll
+            for (int m = 1; m < LANES; m *= 2) group += __shfl_xor_sync(0xffffffffu, group, m);
+            if (chunk >= CHUNKS) continue;
+            u8* const to = records_here + i * (THREADS / 16 * RECORD);
+            const u32x4 w = F::scaled(v[i]);
+            u8* const block = to + (place / 4 * NB + row / 8) * 512;
+            group *= F::SUM_SCALE / F::UNIT;
+            if constexpr (WGMMA) {
+                u32* const words = reinterpret_cast<u32*>(block + row % 8 * 16 + place % 4 * 4);
+                words[0] = w.x, words[32] = w.y, words[64] = w.z, words[96] = w.w;
+                if (place == 0) {
+                    const u16 high = from_f32<false>(-group);
+                    float rest = -group - to_f32<false>(high);
+                    const u16 middle = from_f32<false>(rest);
+                    rest -= to_f32<false>(middle);
+                    *reinterpret_cast<u32x4*>(to + TOKENS * 256 + row * 16) = {high | u32(middle) << 16,
+                                                                               from_f32<false>(rest), 0, 0};
+                }
+            } else {
+                *reinterpret_cast<u32x4*>(block + (row % 8 * 4 + place % 4) * 16) = w;
+                if (place % LANES == 0)
+                    *reinterpret_cast<float*>(to + TOKENS * 256 + (place / LANES * TOKENS + row) * 4) = group;
             }
-        } else {
-            *reinterpret_cast<u32x4*>(block + (row % 8 * 4 + place % 4) * 16) = w;
-            if (place % LANES == 0)
-                *reinterpret_cast<float*>(to + TOKENS * 256 + (place / LANES * TOKENS + row) * 4) = group;
         }
     }
 }

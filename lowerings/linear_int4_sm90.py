@@ -344,7 +344,8 @@ def arrange_kernel(kernel: jit.Kernel, gain: bool) -> jit.Kernel | None:
 
 @functools.cache
 def _arrange_kernel(k: int, group: int, tokens: int, half: int, rms: int, wg: int, gain: bool) -> jit.Kernel:
-    parts = ceil_div(ceil_div(k, TILE_K) * 16, 384 if gain else 512)  # 3 or 4 of 16 bytes: what 32 registers hold
+    # 3 or 4 times 16 bytes of a thread are what 32 registers hold; more blocks than fit at once would begin late
+    parts = min(ceil_div(ceil_div(k, TILE_K) * 16, 384 if gain else 512), max(1, SMS // tokens - rms))
     constants = {"K": k, "GROUP": group, "TOKENS": tokens, "PARTS": parts, "HALF": half, "RMS": rms, "WG": wg}
     shape = jit.Shape(tokens * (parts + rms), 128, 0)
     return jit.Kernel("arrange_rows_sm90.cu", constants | {"GAIN": int(gain)}, "ppppif", shape)
