@@ -81,7 +81,7 @@ CASES = {
     ),
     # more of a row than a thread of arrange_rows holds at once
     "arranged, a long row": Case(
-        16, 9352, 32, floats(16, 9352, 32, 1, 1, 4, 1, 4, 2, units=1), prologue="rms", rows=29
+        16, 9352, 32, floats(16, 9352, 32, 1, 1, 4, 1, 1, 2, units=1), prologue="rms", rows=29
     ),
     "arranged, cluster of four": Case(
         48, 1160, 16, floats(48, 1160, 16, 4, 3, 1, 1, 1, 2), prologue="rms", epilogue="residual", rows=15
