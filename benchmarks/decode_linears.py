@@ -504,7 +504,7 @@ def variants(lin: Linear, tokens: int, each: int) -> list[int4.Config]:
             if warps // warps_k * strips <= 1.3 * max(1, share * cluster) and not (cluster > 1 and share > 3):
                 found.append(int4.integer(n, k, 128, bound, sms, cluster, warps, warps_k, strips, chunk))
     tried: Counter[tuple[int, int, bool, bool]] = Counter()
-    for c in int4.configs(n, k, 128, bound, sms, norm=bool(lin.prologue), rings=(2, 3, 4, 6), clusters=(1, 2, 4)):
+    for c in int4.configs(n, k, 128, bound, sms, norm=bool(lin.prologue), rings=(2, 3, 4, 6)):
         kind = (c.cluster, c.share, c.prepare, c.wgmma)
         tried[kind] += 1
         if tried[kind] <= (each if c.wgmma == (bound > 8) else each // 4):
@@ -538,10 +538,6 @@ def tune(model: str, tokens: int, seconds: float, rounds: int, each: int) -> dic
         configs = variants(lin, tokens, each)
         prepare([(lin, c) for c in configs])
         configs = [c for c in configs if kernels[lin.name, c].cubin.resources.spill_stores == 0]
-        # clusters that have to wait for others take twice as long
-        configs = [
-            c for c in configs if c.cluster <= 2 or kernels[lin.name, c].clusters_at_once(0) * c.cluster >= c.grid
-        ]
         want = ours(v, weights[lin.name][0], lin, 128, None, r, gain_of(lin)).float()
         times = {}
         for c in configs:

@@ -2,7 +2,7 @@
 //
 //   cluster (of CLUSTER blocks)   owns strips of 16 rows; its blocks split K, their sums meet in shared memory
 //   step                          WK x CHUNK tiles of K, for all strips of a pass (WN warps x S strips)
-//   consumer warp (wn, wk)        S strips x CHUNK tiles of the step, S x CHUNK tiles of each of SLOTS steps of the ring
+//   consumer warp (wn, wk)        S strips x CHUNK tiles of the step, from a ring of SLOTS steps
 //   one warp more                 asks for the weights of all warps by cp.async.bulk (consumers that did it themselves
 //                                 stood still while memory had no room for their requests)
 //   another one, not with PREPARE asks for x: a ring of XSLOTS steps; SHARE blocks with strips of their own ask for a
@@ -24,14 +24,14 @@
 //
 // With 16 warps of 96 registers and up to 224 KB, one block has a multiprocessor; only arrange_rows fits beside it.
 // Bytes: every weight once from HBM; x from L2 once per block and pass: K / CLUSTER x TOKENS x 2 bytes each.
-// Launch: weights of the first SLOTS steps, PACE clocks from one warp to the next (x behind all of them at once would
-// wait for all of them), then PREFETCH more steps into L2, before griddepcontrol.wait. One order of summation whatever
-// m and the token's position: same input, same bits.
+// Launch: weights of the first SLOTS steps, with PACE the requests of two warps as many clocks apart (x behind all of
+// them at once would wait for all of them), then PREFETCH more steps into L2, before griddepcontrol.wait. One order of
+// summation whatever m and the token's position: same input, same bits.
 //
 // Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (1, 2, 4, 8 with PREPARE, 8, 16, 32 without), FU_GRID,
-// FU_CLUSTER, FU_WN, FU_WK, FU_S, FU_CHUNK, FU_SLOTS, FU_XSLOTS, FU_SHARE, FU_PREFETCH, FU_DELAY, FU_PACE, FU_SMEM, FU_REGISTERS,
-// FU_WG (WGMMA), FU_PREPARE, FU_GAIN (with PREPARE), FU_HALF, FU_RMS, FU_BIAS, FU_SWIGLU, FU_RESIDUAL, FU_STAMPS
-// (`bias` then takes the times of Moment, u64 [grid, 8]).
+// FU_CLUSTER, FU_WN, FU_WK, FU_S, FU_CHUNK, FU_SLOTS, FU_XSLOTS, FU_SHARE, FU_PREFETCH, FU_DELAY, FU_PACE, FU_SMEM,
+// FU_REGISTERS, FU_WG (WGMMA), FU_PREPARE, FU_GAIN (with PREPARE), FU_HALF, FU_RMS, FU_BIAS, FU_SWIGLU, FU_RESIDUAL,
+// FU_STAMPS (`bias` then takes the times of Moment, u64 [grid, 8]).
 #include "epilogue.cuh"
 #include "gemm_ptx.cuh"
 #include "int4.cuh"
@@ -443,7 +443,8 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
         const int count = min(PASS, p.strip_end - first);
         const bool some = WGMMA || mine < count;  // wgmma: three neighbours need this warp all the same
         const int end = warp * CLUSTER + rank;  // the fragment that this warp ends first, and what it needs by then
-        const auto held = DIRECT ? decltype(epilogue.fetch(0, 0, 0)){} : epilogue.fetch(first + end / NB, end % NB * 8, lane);
+        const auto held =
+            DIRECT ? decltype(epilogue.fetch(0, 0, 0)){} : epilogue.fetch(first + end / NB, end % NB * 8, lane);
         f32x4 acc[S][NB] = {};
         f32x2 unit[S];
 #pragma unroll
@@ -453,8 +454,9 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
             mbarrier_wait_parity(w_full(smem, slot), parity);
             if (!PREPARE) mbarrier_wait_parity(x_full(smem, xslot), xparity);
             if (!PREPARE && step == p.tile_begin && first == p.strip_begin) stamp(bias, X_CAME, 0);
-            const u32 weights = ring + slot * SLOT,
-                      record = smem + X + (PREPARE ? step - p.tile_begin + first_tile : xslot * STEP + first_tile) * XTILE;
+            const u32 weights = ring + slot * SLOT;
+            const u32 record =
+                smem + X + (PREPARE ? step - p.tile_begin + first_tile : xslot * STEP + first_tile) * XTILE;
 #pragma unroll
             for (int i = 0; i < CHUNK; ++i) {
                 if (i >= tiles) break;

@@ -104,8 +104,8 @@ DEVICE void cp_async_bulk(u32 dst, const void* src, u32 bytes, u32 bar, u64 poli
 // To the same place in every block of the mask, and counted on the barrier at the same place there.
 DEVICE void cp_async_bulk_multicast(u32 dst, const void* src, u32 bytes, u32 bar, u16 mask, u64 policy) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1], "
-        "%2, [%3], %4, %5;" ::"r"(dst),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], "
+        "[%1], %2, [%3], %4, %5;" ::"r"(dst),
         "l"(src), "r"(bytes), "r"(bar), "h"(mask), "l"(policy)
         : "memory");
 }

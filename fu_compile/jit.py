@@ -379,18 +379,6 @@ class Kernel:
         finally:
             driver.cuThreadExchangeStreamCaptureMode(mode)
 
-    def clusters_at_once(self, device: int) -> int:
-        """How many of its clusters the device of this ordinal, whose context is current, holds at a time; 0 where the
-        driver does not say. Compiles and loads."""
-        from cuda.bindings import driver
-
-        self.load(device)
-        config = (getattr(self._local, "state", None) or self._prepare())[0]
-        error, function = driver.cuKernelGetFunction(self._handle)
-        if not error:
-            error, count = driver.cuOccupancyMaxActiveClusters(function, config)
-        return 0 if error else int(count)
-
     def _prepare(self) -> Any:
         """Per thread: the launch configuration and the parameters' storage, filled in place by every launch."""
         from cuda.bindings import driver

@@ -121,7 +121,7 @@ def bound(tokens: int) -> int:
 
 def _units(cluster: int, strips: int, sms: int) -> int:
     # Not every GPC has a multiple of four SMs: of 132, 30 clusters of four fit, and a block that has to wait for
-    # another takes the whole grid twice as long (:func:`_kernel` asks the card).
+    # another takes the whole grid twice as long.
     return max(1, min(sms // cluster if cluster <= 2 else sms // cluster - 3, strips))
 
 
@@ -223,16 +223,15 @@ def configs(
     half: bool = False,
     norm: bool = True,
     rings: tuple[int, ...] = (4, 3, 2),
-    clusters: tuple[int, ...] = (1, 2),
 ) -> list[Config]:
     """Divisions of the work in floats, cheapest first by :func:`_cost`; rings: stages of x to try."""
     found: list[Config | None] = []
     wgmma = (False, True) if group == TILE_K and not half else (False,)
     warps = [(a, b) for a in range(1, WARPS + 1) for b in range(1, WARPS // a + 1)]
-    for each in itertools.product(clusters, warps, (1, 2, 3, 4), (1, 2, 3, 4)):
+    for each in itertools.product((1, 2), warps, (1, 2, 3, 4), (1, 2, 3, 4)):  # larger clusters do not all fit at once
         cluster, (warps_n, warps_k), strips, chunk = each
         division = (n, k, group, tokens, sms, cluster, warps_n, warps_k, strips, chunk)
-        if tokens <= PREPARED and (cluster == 1 or (cluster == 2 and not norm)):
+        if tokens <= PREPARED and (cluster == 1 or not norm):
             found.append(floats(*division, prepare=True, half=half))
         if tokens >= 8:
             for xslots, wg, share in itertools.product(rings, wgmma, (1, 2) if cluster == 1 else (1,)):
@@ -322,15 +321,8 @@ def kernel(
 def _kernel(
     n: int, k: int, group: int, tokens: int, half: bool, prologue: str, epilogue: str, sms: int, gain: bool
 ) -> jit.Kernel:
-    def of(config: Config) -> jit.Kernel:
-        return kernel_of(config, n, k, group, half, prologue, epilogue, gain)
-
     config = choose(n, k, group, tokens, sms, half, prologue == "rms")
-    made = of(config)
-    large = config.cluster > 2 and torch.cuda.is_available()
-    if large and made.clusters_at_once(torch.cuda.current_device()) * config.cluster < config.grid:
-        return of(configs(n, k, group, tokens, sms, half, prologue == "rms")[0])
-    return made
+    return kernel_of(config, n, k, group, half, prologue, epilogue, gain)
 
 
 def arrange_kernel(kernel: jit.Kernel, gain: bool) -> jit.Kernel | None:
