@@ -47,7 +47,7 @@ for part in $parts; do
         ;;
     linears)
         run 180 linears python3 benchmarks/decode_linears.py --no-check --commit "$commit" --out "$out/decode_linears.json"
-        run 40 timeline python3 benchmarks/decode_linears.py --no-check --timeline 8b:8 8b:32 70b:8 70b:32 --commit "$commit" \
+        run 40 timeline python3 benchmarks/decode_linears.py --no-check --timeline 8b:1 8b:8 8b:32 70b:8 70b:32 --commit "$commit" \
             --out "$out/decode_linears_timeline.json"
         ;;
     step) run 180 step python3 benchmarks/end_to_end.py --no-prefill --commit "$commit" --out "$out" ;;

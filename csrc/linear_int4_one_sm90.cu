@@ -22,9 +22,10 @@
 //
 // Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (1 or 2), FU_GRID, FU_CLUSTER, FU_WN, FU_WK, FU_S,
 // FU_CHUNK, FU_BATCH, FU_SLOTS, FU_PREFETCH, FU_DELAY, FU_PACE, FU_SMEM, FU_HALF, FU_RMS, FU_GAIN, FU_BIAS, FU_SWIGLU,
-// FU_RESIDUAL.
+// FU_RESIDUAL, FU_STAMPS (`bias` then takes the times of Moment).
 #include "epilogue.cuh"
 #include "int4.cuh"
+#include "stamp.cuh"
 
 namespace {
 constexpr int N = FU_N, K = FU_K, GROUP = FU_GROUP, TOKENS = FU_TOKENS, CLUSTER = FU_CLUSTER;
@@ -190,6 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
               int ldr, float eps, float scale) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 smem = cvta_to_shared(shared);
+    stamp(bias, START, 0);
     const int warp = warp_index(), lane = threadIdx.x & 31, wn = warp % WN, wk = WK == 1 ? 0 : warp / WN;
     const int rank = CLUSTER > 1 ? int(cluster_ctarank()) : 0, unit = int(blockIdx.x) / CLUSTER;
     const Range strips = {int((long long)STRIPS * unit / UNITS), int((long long)STRIPS * (unit + 1) / UNITS)};
@@ -233,6 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         walk = filled;
     }
     __syncwarp();
+    stamp(bias, ASKED, 0);
 
     if (GAIN && STAGED && lane < 16)  // a parameter: it comes while the grid before ends
         for (int i = warp; i < tiles.end - tiles.begin; i += WARPS) {
@@ -241,6 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             cp_async_16(smem + X + i * XTILE + GAINS + lane * 16, exists ? gain + k : gain, exists ? 16 : 0);
         }
     griddepcontrol_wait();
+    stamp(bias, RELEASED, 0);
     const Epilogue<N, HALF, FU_BIAS, FU_SWIGLU, FU_RESIDUAL> epilogue = {bias, residual, y, m, ldr, scale};
     auto held = epilogue.fetch(strips.begin + warp * CLUSTER + rank, 0, lane);  // of this warp's first strip
     {  // x: a warp takes every WARPS-th tile; all requests first
@@ -288,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
         __syncthreads();
     }
+    stamp(bias, X_CAME, 0);
     // Column g of B: token g / 4, digit g % 4 (the last twice).
     const u32 xs = smem + X + (lane >> 4) % TOKENS * 192 + min(lane >> 2 & 3, 2) * 64 + (lane & 3) * 16;
     const u32 xscales = smem + XSCALE + (lane & 3) * 8;
@@ -311,6 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 if (++slot == SLOTS) slot = 0, parity ^= 1;
                 __syncwarp();
             }
+        if (pass == passes - 1) stamp(bias, MULTIPLIED, 0);
         if (pass > 0) {  // the sums of the pass before are there
             if (CLUSTER > 1)
                 barrier_cluster_wait();
@@ -351,5 +357,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             }
         }
     }
+    stamp(bias, END, 0);
     if (CLUSTER > 1) barrier_cluster();  // nobody leaves while its shared memory is being read
 }

@@ -37,6 +37,7 @@
 #include "int4.cuh"
 #include "parts.cuh"
 #include "row.cuh"
+#include "stamp.cuh"
 
 namespace {
 constexpr int N = FU_N, K = FU_K, GROUP = FU_GROUP, TOKENS = FU_TOKENS, NB = TOKENS < 8 ? 1 : TOKENS / 8;
@@ -71,15 +72,6 @@ constexpr int RSTD = ONE_PASS ? (SUM_BYTES > RINGS ? SUM_BYTES : RINGS) : SUMS +
 constexpr int SQUARES = RSTD + (TOKENS < 8 ? 8 : TOKENS) * 4, BARS = SQUARES + (PREPARE ? WARPS * 32 : 0);
 constexpr int WBARS = BARS + (PREPARE ? 0 : XSLOTS * (SHARE == 1 ? 16 : 24)), BYTES = WBARS + SLOTS * 16;
 static_assert(BYTES == FU_SMEM, "the lowering computes the same size");
-
-enum Moment { START, ASKED, RELEASED, X_CAME, MULTIPLIED, END };
-// By one thread, for benchmarks/decode_linears.py --timeline.
-DEVICE void stamp(const u16* times, Moment moment) {
-    if (FU_STAMPS) reinterpret_cast<u64*>(const_cast<u16*>(times))[blockIdx.x * 8 + moment] = globaltimer();
-}
-DEVICE void stamp(const u16* times, Moment moment, int warp) {
-    if (int(threadIdx.x) == warp * 32) stamp(times, moment);
-}
 
 struct Split {
     int strip_begin, strip_end, tile_begin, tile_end;

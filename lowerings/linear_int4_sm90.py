@@ -293,18 +293,24 @@ def kernel_of(
     gain: bool = False,
     stamps: bool = False,
 ) -> jit.Kernel:
-    """The kernel of one configuration; ``stamps``: in floats and without a bias, whose place takes times instead."""
+    """The kernel of one configuration; ``stamps``: without a bias, whose place takes times instead."""
     smem = config.smem(n, k, group)
     constants = {"N": n, "K": k, "GROUP": group, "TOKENS": config.tokens}
     constants |= {"GRID": config.grid, "CLUSTER": config.cluster, "WN": config.warps_n, "WK": config.warps_k}
     constants |= {"S": config.strips, "CHUNK": config.chunk, "SLOTS": config.slots}
-    constants |= {"DELAY": config.delay, "PACE": config.pace, "PREFETCH": config.prefetch, "SMEM": smem}
+    constants |= {
+        "STAMPS": int(stamps),
+        "DELAY": config.delay,
+        "PACE": config.pace,
+        "PREFETCH": config.prefetch,
+        "SMEM": smem,
+    }
     if config.kind == "integer":
         constants |= {"BATCH": config.batch, "GAIN": int(gain)}
     else:
         constants |= {"XSLOTS": config.xslots, "REGISTERS": config.registers, "WG": int(config.wgmma)}
         constants |= {"SHARE": config.share}
-        constants |= {"PREPARE": int(config.prepare), "GAIN": int(gain and config.prepare), "STAMPS": int(stamps)}
+        constants |= {"PREPARE": int(config.prepare), "GAIN": int(gain and config.prepare)}
     constants |= common.flags(half, prologue, epilogue)
     shape = jit.Shape(config.grid, config.threads, smem, config.cluster * config.share)
     return jit.Kernel(SOURCES[config.kind], constants, "p" + common.SIGNATURE, shape)

@@ -156,18 +156,20 @@ def test_against_float64(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["prepared, direct, swiglu", "wgmma"])
+@pytest.mark.parametrize("name", ["prepared, direct, swiglu", "wgmma", "integers", "integers, cluster"])
 def test_moments_are_in_order(name, tmp_path):
     """--timeline: a kernel without a bias leaves the times of its blocks."""
     case = CASES[name]
     c, steps = case.config, ("rms", "swiglu")
     kernel = int4.kernel_of(c, case.n, case.k, 128, False, *steps, True, stamps=True)
     packed = formats.pack_int4(bench.random_codes(case.n, case.k, 128, device="cpu"))
-    x = torch.randn(case.tokens, case.k).bfloat16() if c.prepare else torch.zeros(1 << 20, dtype=torch.uint8)
-    norm = torch.ones(case.k).bfloat16() if c.prepare else torch.ones(case.tokens)
+    whole = c.prepare or c.kind == "integer"  # x as it is, and the norm's gain
+    x = torch.randn(case.tokens, case.k).bfloat16() if whole else torch.zeros(1 << 20, dtype=torch.uint8)
+    norm = torch.ones(case.k).bfloat16() if whole else torch.ones(case.tokens)
     y = torch.empty(case.tokens, case.n // 2, dtype=torch.bfloat16).share_memory_()
     times = torch.zeros(c.grid, 8, dtype=torch.int64).share_memory_()
-    lib = library(tmp_path, "linear", kernel, LINEAR.format(x="u8", norm="void"))
+    types = {"x": "u16" if c.kind == "integer" else "u8", "norm": "u16" if c.kind == "integer" else "void"}
+    lib = library(tmp_path, "linear", kernel, LINEAR.format(**types))
     tail = (case.tokens, case.k, 0, ctypes.c_float(EPS), ctypes.c_float(1.0))
     launch(lib, kernel, c.grid, x, packed, norm, times, None, y, *tail)
     moments = times[:, : len(bench.MOMENTS)]
