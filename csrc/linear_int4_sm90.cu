@@ -55,7 +55,7 @@ constexpr int XTILE = PREPARE ? 4 * BLOCK : TOKENS * (256 + (WGMMA ? 16 : GROUPS
 constexpr int STRIPS = (N + 15) / 16, TILES = (K + 127) / 128, UNITS = FU_GRID / CLUSTER;
 constexpr int PASSES = ((STRIPS + UNITS - 1) / UNITS + PASS - 1) / PASS;
 constexpr bool ONE_PASS = PASSES == 1;
-constexpr int NEXT_PASS = ONE_PASS ? N : PASS;  // no loop where there is one
+constexpr int NEXT_PASS = ONE_PASS ? N : PASS;    // no loop where there is one
 constexpr bool DIRECT = CLUSTER == 1 && WK == 1;  // a warp's registers hold finished sums
 static_assert(CLUSTER == 1 || ONE_PASS, "a cluster makes one pass");
 static_assert(SHARE == 1 || (SHARE == 2 && CLUSTER == 1 && !PREPARE), "one copy of x for two blocks");
@@ -434,7 +434,7 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
     for (int first = p.strip_begin; first < p.pass_end; first += NEXT_PASS) {
         const int count = min(PASS, p.strip_end - first);
         const bool some = WGMMA || mine < count;  // wgmma: three neighbours need this warp all the same
-        const int end = warp * CLUSTER + rank;  // the fragment that this warp ends first, and what it needs by then
+        const int end = warp * CLUSTER + rank;    // the fragment that this warp ends first, and what it needs by then
         const auto held =
             DIRECT ? decltype(epilogue.fetch(0, 0, 0)){} : epilogue.fetch(first + end / NB, end % NB * 8, lane);
         f32x4 acc[S][NB] = {};
@@ -484,8 +484,7 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
             for (int s = 0; s < S; ++s)
 #pragma unroll
                 for (int nb = 0; nb < NB; ++nb)
-                    st_shared_f4(smem + SUMS + (((wk * PASS + mine + s * W) * NB + nb) * 32 + lane) * 16,
-                                 acc[s][nb]);
+                    st_shared_f4(smem + SUMS + (((wk * PASS + mine + s * W) * NB + nb) * 32 + lane) * 16, acc[s][nb]);
             finish_parts<CLUSTER, WK, PASS, NB, WARPS, RMS>(smem + SUMS, smem + RSTD, first, count, warp, rank, lane,
                                                             epilogue, held);
         }
