@@ -40,7 +40,7 @@ for part in $parts; do
     tune)
         # Not yet measured: 4 and 16 tokens, two tokens in floats.
         for case in 8b:1 8b:2 8b:4 8b:8 8b:16 8b:32 70b:1 70b:8 70b:32; do
-            run 90 "tune-${case/:/-}" python3 benchmarks/decode_linears.py --no-check --rounds 1 --seconds 0.02 --tune "$case" \
+            run 90 "tune-${case/:/-}" python3 benchmarks/decode_linears.py --no-check --rounds 1 --each 12 --seconds 0.02 --tune "$case" \
                 --out "$out/tune-${case/:/-}.json"
         done
         cp lowerings/tuned_int4_sm90.py "$out/tuned_int4_sm90.txt"
