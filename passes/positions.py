@@ -62,7 +62,10 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
     counters = {w.args[0] for writes in steps.values() for w in writes} if len(steps) == 1 else set()
     for node in [n for n in gm.graph.nodes if is_op(n, "attention_int4")]:
         position, mask = node.args[14:16]
-        if isinstance(mask, fx.Node) and _counter(position) in counters and _only_causal(mask, counters):
+        behind = query_positions(mask) if isinstance(mask, fx.Node) else None
+        if behind is None or not {_counter(position), _counter(behind)} <= counters:
+            continue
+        if only_causal(mask, behind):
             node.update_arg(15, None)
             ctx.fired(NAME, node, "the mask hides only what is behind the position")
     for node in [n for n in gm.graph.nodes if is_op(n, "attention_prefill") and isinstance(n.args[12], fx.Node)]:
@@ -126,27 +129,3 @@ def _advance_alike(ctx: Context, a: fx.Node, b: fx.Node, reader: fx.Node, order:
         steps.append(writes[0].args[1])
     values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in steps]
     return same(*values) and same(*(n.meta["val"].shape[0] for n in (a, b)))
-
-
-def _inside(node: Any) -> Any:
-    """What a chain of new or expanded dimensions shows."""
-    while isinstance(node, fx.Node) and node.target in (aten.unsqueeze.default, aten.expand.default):
-        node = node.args[0]
-    return node
-
-
-def _only_causal(mask: fx.Node, counters: set[Any]) -> bool:
-    """Whether ``mask`` is ``slot <= position`` for [1 or B, 1, 1, L] slots and one of these counters."""
-    mask = _inside(mask)
-    if mask.target is not aten.le.Tensor:
-        return False
-    slots, position = map(_inside, mask.args)
-    return (
-        isinstance(slots, fx.Node)
-        and slots.target is aten.arange.default
-        and len(slots.args) == 1
-        and mask.meta["val"].dim() == 4
-        and same(slots.args[0], mask.meta["val"].shape[3])
-        and isinstance(position, fx.Node)
-        and _counter(position) in counters
-    )
