@@ -60,23 +60,22 @@ def run(gm: fx.GraphModule, ctx: Context) -> None:
             gm.graph.erase_node(position)
         steps.setdefault(write.args[1], []).append(write)
     counters = {w.args[0] for writes in steps.values() for w in writes} if len(steps) == 1 else set()
-    for node in [n for n in gm.graph.nodes if is_op(n, "attention_int4")]:
-        position, mask = node.args[14:16]
-        behind = query_positions(mask) if isinstance(mask, fx.Node) else None
-        if behind is None or not {_counter(position), _counter(behind)} <= counters:
+    for node in gm.graph.nodes:
+        decode = is_op(node, "attention_int4")
+        if not decode and not is_op(node, "attention_prefill"):
             continue
-        if only_causal(mask, behind):
-            node.update_arg(15, None)
-            ctx.fired(NAME, node, "the mask hides only what is behind the position")
-    for node in [n for n in gm.graph.nodes if is_op(n, "attention_prefill") and isinstance(n.args[12], fx.Node)]:
-        position, mask = node.args[11:13]
-        behind = query_positions(mask)
+        at = 15 if decode else 12
+        position, mask = node.args[at - 1 : at + 1]
+        behind = query_positions(mask) if isinstance(mask, fx.Node) else None
         if behind is None or not only_causal(mask, behind):
             continue
-        if not (_at_start(node, behind) or _advance_alike(ctx, behind, position, node, order)):
-            continue
-        node.update_arg(12, None)
-        ctx.fired(NAME, node, "the mask hides only what is behind the position")
+        if decode:
+            alike = {_counter(position), _counter(behind)} <= counters
+        else:
+            alike = _at_start(node, behind) or _advance_alike(ctx, behind, position, node, order)
+        if alike:
+            node.update_arg(at, None)
+            ctx.fired(NAME, node, "the mask hides only what is behind the position")
     end = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
     for amount, writes in steps.items():
         if len(writes) > 1:
