@@ -503,11 +503,10 @@ def variants(lin: Linear, tokens: int, each: int) -> list[int4.Config]:
         ):
             if warps // warps_k * strips <= 1.3 * max(1, share * cluster) and not (cluster > 1 and share > 3):
                 found.append(int4.integer(n, k, 128, bound, sms, cluster, warps, warps_k, strips, chunk))
-    tried: Counter[tuple[int, int, bool, bool]] = Counter()
+    tried: Counter[tuple[Any, ...]] = Counter()
     for c in int4.configs(n, k, 128, bound, sms, norm=bool(lin.prologue), rings=(2, 3, 4, 6)):
-        kind = (c.cluster, c.share, c.prepare, c.wgmma)
-        tried[kind] += 1
-        if tried[kind] <= (each if c.wgmma == (bound > 8) else each // 4):
+        tried[c.way] += 1
+        if tried[c.way] <= (each if c.wgmma == (bound > 8) else each // 4):
             found.append(c)
     fits = [c for c in found if c is not None and c.smem(n, k, 128) <= c.limit]
     return list(dict.fromkeys(fits))
@@ -659,6 +658,14 @@ def compile_times() -> dict[str, float]:
     return found | {"threads": os.cpu_count() or 1}
 
 
+def case(text: str) -> tuple[str, int]:
+    """``model:tokens`` of the command line."""
+    model, tokens = text.split(":")
+    if model not in MODELS:
+        raise argparse.ArgumentTypeError(f"there is no model {model!r}; there are {', '.join(MODELS)}")
+    return model, int(tokens)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
@@ -668,8 +675,8 @@ def main() -> None:
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--quick-check", action="store_true")
     parser.add_argument("--only-check", action="store_true", help="exit code 1: an error above 2 roundings")
-    parser.add_argument("--tune", nargs="*", default=[], help="model:tokens")
-    parser.add_argument("--timeline", nargs="*", default=[], help="model:tokens")
+    parser.add_argument("--tune", type=case, nargs="*", default=[], help="model:tokens")
+    parser.add_argument("--timeline", type=case, nargs="*", default=[], help="model:tokens")
     parser.add_argument("--rounds", type=int, default=2, help="of --tune in the layer")
     parser.add_argument("--each", type=int, default=40, help="of --tune: divisions of every kind")
     parser.add_argument("--commit", default="", help="noted in the results")
@@ -683,15 +690,13 @@ def main() -> None:
             raise SystemExit(int(worst > ROUNDINGS))
     if args.timeline:
         result = {"commit": args.commit, "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name()}
-        for case in args.timeline:
-            model, tokens = case.split(":")
-            result[f"timeline {case}, us: first, median, last block"] = timeline(model, int(tokens))
+        for model, tokens in args.timeline:
+            result[f"timeline {model}:{tokens}, us: first, median, last block"] = timeline(model, tokens)
         args.out.write_text(json.dumps(result, indent=1))
         return
     if args.tune:
-        for case in args.tune:
-            model, tokens = case.split(":")
-            result[f"tune {case}"] = tune(model, int(tokens), args.seconds, args.rounds, args.each)
+        for model, tokens in args.tune:
+            result[f"tune {model}:{tokens}"] = tune(model, tokens, args.seconds, args.rounds, args.each)
             write_tuned()
             args.out.write_text(json.dumps(result))
         return

@@ -70,6 +70,11 @@ class Config:
     """float, not prepare: blocks, each with rows of its own, among which one copy of x goes from L2 (multicast)"""
 
     @property
+    def way(self) -> tuple[int, int, bool, bool]:
+        """float: what divisions of one kind have in common: cluster, share, prepare, wgmma."""
+        return self.cluster, self.share, self.prepare, self.wgmma
+
+    @property
     def warps(self) -> int:
         """Of a block, that multiply."""
         return self.warps_n * self.warps_k * (4 if self.wgmma else 1)
@@ -196,10 +201,11 @@ def floats(
     if rows >= 2 * most and warps_n > 1:
         return None
     # sums; operands of two vectors of weights, or x and words of every strip; the rest: what did not spill
-    registers = strips * tokens // 2 + (
-        72 + 12 * (strips > 1 and chunk > 1) if wgmma else tokens // 2 + 8 * strips + 24
-    )
-    registers += 0 if wgmma else 36 * (group < TILE_K) + 12 * half
+    registers = strips * tokens // 2
+    if wgmma:
+        registers += 72 + 12 * (strips > 1 and chunk > 1)
+    else:
+        registers += tokens // 2 + 8 * strips + 24 + 36 * (group < TILE_K) + 12 * half
     if prepare:  # every lane has some of x at once
         registers = max(registers, 4 * tokens * ceil_div(depth * 16, 32 * warps) + 24)
     if registers > _registers(warps + 2 - prepare):
@@ -251,9 +257,8 @@ def _cost(config: Config, n: int, k: int) -> float:
     slots = 110 + config.tokens / 2 + 24 / config.chunk if config.wgmma else max(110, 7 * config.tokens)
     work = each * slots * ceil_div(warps, 4) / 1.9e3 * (1 + 8 / warps)
     flight = warps * (config.slots - 1) * config.strips * config.chunk * 1072
-    memory = max(weights / 4.3e6, (weights + x) / (5.2e6 * config.grid / SMS)) * (
-        1 + max(0, 100_000 - flight) / 200_000
-    )
+    memory = max(weights / 4.3e6, (weights + x) / (5.2e6 * config.grid / SMS))
+    memory *= 1 + max(0, 100_000 - flight) / 200_000
     sums = config.warps_k * rows * config.tokens * 64 if config.cluster * config.warps_k > 1 else 0
     both = max(memory, work) + 0.3 * min(memory, work) + passes * steps * config.chunk * 0.02
     launches = 0 if config.prepare else 3.5
@@ -298,19 +303,13 @@ def kernel_of(
     constants = {"N": n, "K": k, "GROUP": group, "TOKENS": config.tokens}
     constants |= {"GRID": config.grid, "CLUSTER": config.cluster, "WN": config.warps_n, "WK": config.warps_k}
     constants |= {"S": config.strips, "CHUNK": config.chunk, "SLOTS": config.slots}
-    constants |= {
-        "STAMPS": int(stamps),
-        "DELAY": config.delay,
-        "PACE": config.pace,
-        "PREFETCH": config.prefetch,
-        "SMEM": smem,
-    }
+    constants |= {"DELAY": config.delay, "PACE": config.pace, "PREFETCH": config.prefetch}
+    constants |= {"SMEM": smem, "STAMPS": int(stamps)}
     if config.kind == "integer":
         constants |= {"BATCH": config.batch, "GAIN": int(gain)}
     else:
-        constants |= {"XSLOTS": config.xslots, "REGISTERS": config.registers, "WG": int(config.wgmma)}
-        constants |= {"SHARE": config.share}
-        constants |= {"PREPARE": int(config.prepare), "GAIN": int(gain and config.prepare)}
+        constants |= {"XSLOTS": config.xslots, "SHARE": config.share, "REGISTERS": config.registers}
+        constants |= {"WG": int(config.wgmma), "PREPARE": int(config.prepare), "GAIN": int(gain and config.prepare)}
     constants |= common.flags(half, prologue, epilogue)
     shape = jit.Shape(config.grid, config.threads, smem, config.cluster * config.share)
     return jit.Kernel(SOURCES[config.kind], constants, "p" + common.SIGNATURE, shape)

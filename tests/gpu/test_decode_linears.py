@@ -59,14 +59,14 @@ def test_int4_groups_and_float16(lin, group, dtype):
 
 
 def divisions(tokens: int) -> list:
-    """Every shape with the first configuration of each cluster, shared or prepared x, wgmma and depth of a stage: most
-    are chosen by no shape of these tests."""
+    """Every shape with the first configuration of each kind and depth of a stage: most are chosen by no shape of these
+    tests."""
     found = []
     for lin in SHAPES:
         kinds = {}
         shape = (lin.n, lin.k, 128, int4.bound(tokens), 132)
         for c in int4.configs(*shape, norm=bool(lin.prologue)):
-            kinds.setdefault((c.cluster, c.share, c.prepare, c.wgmma, min(c.chunk, 2)), (lin, c))
+            kinds.setdefault((c.way, min(c.chunk, 2)), (lin, c))
         found += kinds.values()
     return found
 

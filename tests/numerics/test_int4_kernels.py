@@ -115,6 +115,12 @@ def library(folder, name, kernel, parameters):
     return build(folder, name, source_of(kernel) + LAUNCH.format(parameters=parameters, names=names))
 
 
+def linear_library(folder, kernel, config):
+    integer = config.kind == "integer"
+    types = {"x": "u16" if integer else "u8", "norm": "u16" if integer else "void"}
+    return library(folder, "linear", kernel, LINEAR.format(**types))
+
+
 QUICK = ("prepared, norm", "wgmma")
 
 
@@ -147,8 +153,7 @@ def test_against_float64(name, tmp_path):
         grid = rows * (arrange.constants["PARTS"] + arrange.constants["RMS"])
         launch(lib, arrange, grid, x, gain, records, norm, x.stride(0), ctypes.c_float(EPS))
         given = records
-    types = {"x": "u16" if c.kind == "integer" else "u8", "norm": "u16" if c.kind == "integer" else "void"}
-    lib = library(tmp_path, "linear", kernel, LINEAR.format(**types))
+    lib = linear_library(tmp_path, kernel, c)
     tail = (rows, x.stride(0), 0 if residual is None else residual.stride(0), ctypes.c_float(EPS), ctypes.c_float(0.5))
     launch(lib, kernel, c.grid, given, packed, norm, bias, residual, y, *tail)
     want = bench.reference(x, w, bias, residual, 0.5, case.prologue, case.epilogue, gain)
@@ -168,8 +173,7 @@ def test_moments_are_in_order(name, tmp_path):
     norm = torch.ones(case.k).bfloat16() if whole else torch.ones(case.tokens)
     y = torch.empty(case.tokens, case.n // 2, dtype=torch.bfloat16).share_memory_()
     times = torch.zeros(c.grid, 8, dtype=torch.int64).share_memory_()
-    types = {"x": "u16" if c.kind == "integer" else "u8", "norm": "u16" if c.kind == "integer" else "void"}
-    lib = library(tmp_path, "linear", kernel, LINEAR.format(**types))
+    lib = linear_library(tmp_path, kernel, c)
     tail = (case.tokens, case.k, 0, ctypes.c_float(EPS), ctypes.c_float(1.0))
     launch(lib, kernel, c.grid, x, packed, norm, times, None, y, *tail)
     moments = times[:, : len(bench.MOMENTS)]

@@ -81,15 +81,15 @@ def test_all_kernels(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [4, 8, 16, 32])
 def test_every_kind_of_division_compiles(tokens):
-    """Those that --tune would try first and last of each cluster, prepared x and wgmma."""
+    """Those that --tune would try first and last of each kind."""
     kernels = []
     for n, k, prologue, epilogue in ((28672, 4096, "rms", "swiglu"), (4096, 14336, "", "residual")):
         kinds = {}
         for c in linear_int4_sm90.configs(n, k, 128, tokens, 132, norm=bool(prologue)):
             assert 0 < c.smem(n, k, 128) <= c.limit
-            kinds.setdefault((c.cluster, c.prepare, c.wgmma), []).append(c)
-        assert any(prepare for _, prepare, _ in kinds) == (tokens <= linear_int4_sm90.PREPARED)
-        assert any(wgmma for _, _, wgmma in kinds) == (tokens >= 8)
+            kinds.setdefault(c.way, []).append(c)
+        assert any(prepare for _, _, prepare, _ in kinds) == (tokens <= linear_int4_sm90.PREPARED)
+        assert any(wgmma for _, _, _, wgmma in kinds) == (tokens >= 8)
         for found in kinds.values():
             kernels += [
                 linear_int4_sm90.kernel_of(c, n, k, 128, False, prologue, epilogue) for c in (found[0], found[-1])
