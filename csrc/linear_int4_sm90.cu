@@ -59,7 +59,7 @@ constexpr int NEXT_PASS = ONE_PASS ? N : PASS;    // no loop where there is one
 constexpr bool DIRECT = CLUSTER == 1 && WK == 1;  // a warp's registers hold finished sums
 static_assert(CLUSTER == 1 || ONE_PASS, "a cluster makes one pass");
 static_assert(SHARE == 1 || (SHARE == 2 && CLUSTER == 1 && !PREPARE), "one copy of x for two blocks");
-static_assert(TOKENS <= 32, "a lane has a row's rstd");
+static_assert(TOKENS <= 32, "a lane fetches a token's rstd");
 static_assert(!PREPARE || (TOKENS <= 8 && !WGMMA && (CLUSTER == 1 || !RMS)), "squares of whole rows");
 static_assert(!WGMMA || (GROUP == 128 && !HALF && (NB == 1 || NB == 2 || NB == 4)), "one scale a tile, bfloat16");
 
@@ -122,6 +122,10 @@ DEVICE void stream(u32 smem, const u8* weight, const Split& p, const u16* times)
         if (at.step >= p.tile_end) at = {at.pass + NEXT_PASS, p.tile_begin};
     };
     auto strips_of = [&](Walk at) { return max(0, min(PASS, p.strip_end - at.pass)); };
+    // Where strip j of part k of K lies in a slot: in the ring of the warp that multiplies it.
+    auto place = [](int k, int j) {
+        return ((k * WN + j / (S * W)) * W + j % W) * SLOTS * SLOT + j / W % S * CHUNK * TILE;
+    };
     // Of all warps of a step. Copies follow each other without a branch that waits for the one before.
     auto request = [&](Walk at, int slot) {
         const int strips = strips_of(at), tiles = min(STEP, p.tile_end - at.step);
@@ -135,16 +139,14 @@ DEVICE void stream(u32 smem, const u8* weight, const Split& p, const u16* times)
 #pragma unroll
             for (int j = 0; j < PASS; ++j) {
                 if (j >= strips) break;
-                const int w = (k * WN + j / (S * W)) * W + j % W, s = j / W % S;
-                cp_async_bulk(to + w * SLOTS * SLOT + s * CHUNK * TILE, from + (j * TILES + k * CHUNK) * TILE, bytes,
-                              bar, policy);
+                cp_async_bulk(to + place(k, j), from + (j * TILES + k * CHUNK) * TILE, bytes, bar, policy);
             }
         }
     };
     // The same, slowly: x behind more requests than memory needs to be busy would wait for all of them.
     auto request_paced = [&](Walk at, int slot) {
         const int strips = strips_of(at), tiles = min(STEP, p.tile_end - at.step);
-        const u32 bar = w_full(smem, slot);
+        const u32 bar = w_full(smem, slot), to = smem + slot * SLOT;
         const u8* const from = weight + ((long long)at.pass * TILES + at.step) * TILE;
         mbarrier_arrive_expect_tx(bar, strips * tiles * TILE);
 #pragma unroll 1
@@ -153,9 +155,7 @@ DEVICE void stream(u32 smem, const u8* weight, const Split& p, const u16* times)
             if (bytes <= 0 || j >= strips) continue;
             while (clock_now() - began < u32(DELAY + (slot * WK * PASS + i) * (PACE / S)) &&
                    (PREPARE || !mbarrier_test_parity(x_full(smem, 0), 0)));
-            const int w = (k * WN + j / (S * W)) * W + j % W, s = j / W % S;
-            cp_async_bulk(smem + slot * SLOT + w * SLOTS * SLOT + s * CHUNK * TILE,
-                          from + (long long)(j * TILES + k * CHUNK) * TILE, bytes, bar, policy);
+            cp_async_bulk(to + place(k, j), from + (long long)(j * TILES + k * CHUNK) * TILE, bytes, bar, policy);
         }
     };
     auto into_l2 = [&](Walk at) {
