@@ -483,12 +483,16 @@ def bench(models: list[str], tokens: list[int], seconds: float, with_peers: bool
     return out
 
 
-def beginnings(c: int4.Config) -> list[tuple[int, int]]:
-    """Delay and pace: all requests at once or late, or one after another as fast as memory answers (16 bytes a clock
-    and multiprocessor) and slower."""
+def beginnings(c: int4.Config) -> list[dict[str, int]]:
+    """Requests for weights: all at once or late, one after another as fast as memory answers (16 bytes a clock and
+    multiprocessor) and slower, or so many at a time."""
     bytes_ = c.strips * c.chunk * formats.int4_tile_bytes(128)
-    late = [(2000, 0), (0, bytes_ // 6)] if c.kind == "integer" else [(0, bytes_ // 10)]
-    return [(0, 0), (700, 0), (0, bytes_ // 16), *late]
+    starts = [{"delay": 0}, {"delay": 700}, {"pace": bytes_ // 16}]
+    starts += [{"delay": 2000}, {"pace": bytes_ // 6}] if c.kind == "integer" else [{"pace": bytes_ // 10}]
+    stage = c.warps * bytes_
+    flights = dict.fromkeys(b // stage for b in (40_000, 56_000, 72_000, 96_000, 128_000)) if c.kind == "float" else ()
+    starts += [{"flight": f} for f in flights if 0 < f < c.slots]
+    return [{"delay": 0, "pace": 0, "flight": 0} | start for start in starts]
 
 
 def variants(lin: Linear, tokens: int, each: int) -> list[int4.Config]:
@@ -562,9 +566,9 @@ def tune(model: str, tokens: int, seconds: float, rounds: int, each: int) -> dic
     us = measure(chosen)
     options = {
         lin.name: [
-            dataclasses.replace(c, delay=d, pace=pace, prefetch=p * c.slots, batch=batch)
+            dataclasses.replace(c, prefetch=p * c.slots, batch=batch, **start)
             for c in best[lin.name]
-            for d, pace in beginnings(c)
+            for start in beginnings(c)
             for p in (0, 1)
             for batch in ((1, 4) if c.kind == "integer" else (1,))
         ]

@@ -29,9 +29,9 @@
 // summation whatever m and the token's position: same input, same bits.
 //
 // Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (1, 2, 4, 8 with PREPARE, 8, 16, 32 without), FU_GRID,
-// FU_CLUSTER, FU_WN, FU_WK, FU_S, FU_CHUNK, FU_SLOTS, FU_XSLOTS, FU_SHARE, FU_PREFETCH, FU_DELAY, FU_PACE, FU_SMEM,
-// FU_REGISTERS, FU_WG (WGMMA), FU_PREPARE, FU_GAIN (with PREPARE), FU_HALF, FU_RMS, FU_BIAS, FU_SWIGLU, FU_RESIDUAL,
-// FU_STAMPS (`bias` then takes the times of Moment, u64 [grid, 8]).
+// FU_CLUSTER, FU_WN, FU_WK, FU_S, FU_CHUNK, FU_SLOTS, FU_XSLOTS, FU_SHARE, FU_FLIGHT, FU_PREFETCH, FU_DELAY, FU_PACE,
+// FU_SMEM, FU_REGISTERS, FU_WG (WGMMA), FU_PREPARE, FU_GAIN (with PREPARE), FU_HALF, FU_RMS, FU_BIAS, FU_SWIGLU,
+// FU_RESIDUAL, FU_STAMPS (`bias` then takes the times of Moment, u64 [grid, 8]).
 #include "epilogue.cuh"
 #include "gemm_ptx.cuh"
 #include "int4.cuh"
@@ -43,7 +43,7 @@ namespace {
 constexpr int N = FU_N, K = FU_K, GROUP = FU_GROUP, TOKENS = FU_TOKENS, NB = TOKENS < 8 ? 1 : TOKENS / 8;
 constexpr int CLUSTER = FU_CLUSTER, SHARE = FU_SHARE;
 constexpr int WN = FU_WN, WK = FU_WK, S = FU_S, CHUNK = FU_CHUNK, SLOTS = FU_SLOTS, XSLOTS = FU_XSLOTS;
-constexpr int PREFETCH = FU_PREFETCH, DELAY = FU_DELAY, PACE = FU_PACE;
+constexpr int FLIGHT = FU_FLIGHT, PREFETCH = FU_PREFETCH, DELAY = FU_DELAY, PACE = FU_PACE;
 constexpr bool HALF = FU_HALF, RMS = FU_RMS;
 constexpr bool WGMMA = FU_WG, PREPARE = FU_PREPARE, GAIN = FU_GAIN;
 using F = Form<HALF>;
@@ -167,6 +167,12 @@ DEVICE void stream(u32 smem, const u8* weight, const Split& p, const u16* times)
     int slot = 0, round = 0;
     for (; walk.pass < p.pass_end; advance(walk)) {
         if (round > 0) mbarrier_wait_parity(w_empty(smem, slot), (round - 1) & 1);
+        if (FLIGHT < SLOTS) {  // the stage asked for FLIGHT stages ago has landed
+            if (slot >= FLIGHT)
+                mbarrier_wait_parity(w_full(smem, slot - FLIGHT), round & 1);
+            else if (round > 0)
+                mbarrier_wait_parity(w_full(smem, slot - FLIGHT + SLOTS), (round - 1) & 1);
+        }
         if (PACE > 0 && round == 0)
             request_paced(walk, slot);
         else
@@ -433,8 +439,8 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
     u32 parity = 0, xparity = 0;
     for (int first = p.strip_begin; first < p.pass_end; first += NEXT_PASS) {
         const int count = min(PASS, p.strip_end - first);
-        const bool some = WGMMA || mine < count;  // wgmma: three neighbours need this warp all the same
-        const int end = warp * CLUSTER + rank;    // the fragment that this warp ends first, and what it needs by then
+        const bool some = mine - (WGMMA ? warp % W : 0) < count;  // wgmma: four neighbours multiply or none
+        const int end = warp * CLUSTER + rank;  // the fragment that this warp ends first, and what it needs by then
         const auto held =
             DIRECT ? decltype(epilogue.fetch(0, 0, 0)){} : epilogue.fetch(first + end / NB, end % NB * 8, lane);
         f32x4 acc[S][NB] = {};

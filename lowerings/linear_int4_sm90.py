@@ -24,6 +24,8 @@ WARPS = 16
 """Most warps of a block that multiply; in the kernel for floats one more brings weights or x."""
 SMEM_ALONE = 229_376
 """Shared memory of the one block of a multiprocessor: what is left is for blocks of arrange_rows."""
+FLIGHT = 65_536
+"""Bytes of weights of a multiprocessor on their way at once: more does not make memory faster, and x waits behind."""
 PREPARED = 8
 """Most tokens whose x every block puts in order by itself."""
 TOKENS = (1, 2, 4, 8, 16, 32)
@@ -56,6 +58,8 @@ class Config:
     """clocks between a block's start and its first request for weights"""
     pace: int = 0
     """clocks between two warps' first requests for weights"""
+    flight: int = 0
+    """float: most stages of weights that are on their way at once, 0: all of the ring; x waits behind them"""
     prefetch: int = 0
     """stages beyond the ring that are asked into L2 before the grid before has ended"""
     batch: int = 1
@@ -217,7 +221,9 @@ def floats(
     )  # fmt: skip
     stage = warps * strips * chunk * int4_tile_bytes(group) + 16
     slots = min(steps, 16, (config.limit - 256 - config.smem(n, k, group)) // stage + 1)
-    return replace(config, slots=slots) if slots >= min(2, steps) else None
+    if slots < min(2, steps):
+        return None
+    return replace(config, slots=slots, delay=0, flight=min(slots, max(1, FLIGHT // stage)))
 
 
 def configs(
@@ -309,6 +315,7 @@ def kernel_of(
         constants |= {"BATCH": config.batch, "GAIN": int(gain)}
     else:
         constants |= {"XSLOTS": config.xslots, "SHARE": config.share, "REGISTERS": config.registers}
+        constants |= {"FLIGHT": config.flight or config.slots}
         constants |= {"WG": int(config.wgmma), "PREPARE": int(config.prepare), "GAIN": int(gain and config.prepare)}
     constants |= common.flags(half, prologue, epilogue)
     shape = jit.Shape(config.grid, config.threads, smem, config.cluster * config.share)
