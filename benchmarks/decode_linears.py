@@ -488,15 +488,11 @@ def beginnings(c: int4.Config) -> list[dict[str, int]]:
     multiprocessor) and slower, or so many at a time."""
     bytes_ = c.strips * c.chunk * formats.int4_tile_bytes(128)
     starts = [{"delay": 0}, {"delay": 700}, {"pace": bytes_ // 16}]
-    if c.kind == "integer":
-        starts += [{"delay": 2000}, {"pace": bytes_ // 6}]
-        starts += [start | {"late": True} for start in starts]
-    else:
-        starts.append({"pace": bytes_ // 10})
+    starts += [{"delay": 2000}, {"pace": bytes_ // 6}] if c.kind == "integer" else [{"pace": bytes_ // 10}]
     stage = c.warps * bytes_
     flights = dict.fromkeys(b // stage for b in (40_000, 56_000, 72_000, 96_000, 128_000)) if c.kind == "float" else ()
     starts += [{"flight": f} for f in flights if 0 < f < c.slots]
-    return [{"delay": 0, "pace": 0, "flight": 0, "late": False} | start for start in starts]
+    return [{"delay": 0, "pace": 0, "flight": 0} | start for start in starts]
 
 
 def variants(lin: Linear, tokens: int, each: int) -> list[int4.Config]:

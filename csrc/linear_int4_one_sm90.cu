@@ -21,8 +21,8 @@
 // and the token's position: same input, same bits.
 //
 // Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (1 or 2), FU_GRID, FU_CLUSTER, FU_WN, FU_WK, FU_S,
-// FU_CHUNK, FU_BATCH, FU_SLOTS, FU_PREFETCH, FU_DELAY, FU_PACE, FU_LATE, FU_SMEM, FU_HALF, FU_RMS, FU_GAIN, FU_BIAS,
-// FU_SWIGLU, FU_RESIDUAL, FU_STAMPS (`bias` then takes the times of Moment).
+// FU_CHUNK, FU_BATCH, FU_SLOTS, FU_PREFETCH, FU_DELAY, FU_PACE, FU_SMEM, FU_HALF, FU_RMS, FU_GAIN, FU_BIAS, FU_SWIGLU,
+// FU_RESIDUAL, FU_STAMPS (`bias` then takes the times of Moment).
 #include "epilogue.cuh"
 #include "int4.cuh"
 #include "stamp.cuh"
@@ -32,7 +32,7 @@ constexpr int N = FU_N, K = FU_K, GROUP = FU_GROUP, TOKENS = FU_TOKENS, CLUSTER 
 constexpr int WN = FU_WN, WK = FU_WK, WARPS = WN * WK, THREADS = WARPS * 32, S = FU_S;
 constexpr int CHUNK = FU_CHUNK, SLOTS = FU_SLOTS, DELAY = FU_DELAY, PACE = FU_PACE, PREFETCH = FU_PREFETCH;
 constexpr int PASS = WN * S;
-constexpr bool HALF = FU_HALF, RMS = FU_RMS, GAIN = FU_GAIN, LATE = FU_LATE;
+constexpr bool HALF = FU_HALF, RMS = FU_RMS, GAIN = FU_GAIN;
 constexpr int TILE = fu::int4_tile_bytes(GROUP), GROUPS = fu::kTileK / GROUP;
 constexpr int STRIPS = (N + 15) / 16, TILES = (K + 127) / 128, UNITS = FU_GRID / CLUSTER;
 // Tiles of x that a warp prepares side by side.
@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const Range strips = {int((long long)STRIPS * unit / UNITS), int((long long)STRIPS * (unit + 1) / UNITS)};
     const Range tiles = part({0, TILES}, rank, CLUSTER);
     const u32 ring = smem + RING + warp * SLOTS * SLOT, bars = smem + BARS + warp * SLOTS * 8;
-    if (!LATE) griddepcontrol_launch_dependents();
+    griddepcontrol_launch_dependents();
 
     // The walk of the refills: my first strip of the pass, chunk.
     const Range mine = part(tiles, wk, WK);
@@ -236,10 +236,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     __syncwarp();
     stamp(bias, ASKED, 0);
-    // Stages that this warp has not yet asked for.
-    int left =
-        (strips.end - strips.begin - wn * S + PASS - 1) / PASS * ((mine.end - mine.begin + CHUNK - 1) / CHUNK) - SLOTS;
-    if (LATE && left <= 0) griddepcontrol_launch_dependents();
 
     if (GAIN && STAGED && lane < 16)  // a parameter: it comes while the grid before ends
         for (int i = warp; i < tiles.end - tiles.begin; i += WARPS) {
@@ -317,7 +313,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                                  xscales + (i + j) * GROUPS * 32, lane);
                 __syncwarp();
                 if (elect_sync()) fill(slot);
-                if (LATE && --left == 0) griddepcontrol_launch_dependents();
                 if (++slot == SLOTS) slot = 0, parity ^= 1;
                 __syncwarp();
             }

@@ -62,8 +62,6 @@ class Config:
     """float: most stages of weights that are on their way at once, 0: all of the ring; x waits behind them"""
     prefetch: int = 0
     """stages beyond the ring that are asked into L2 before the grid before has ended"""
-    late: bool = False
-    """integer: the next kernel's blocks come when this one has asked for all its weights, not when it begins"""
     batch: int = 1
     """integer: tiles of x that a warp prepares side by side"""
     prepare: bool = False
@@ -314,7 +312,7 @@ def kernel_of(
     constants |= {"DELAY": config.delay, "PACE": config.pace, "PREFETCH": config.prefetch}
     constants |= {"SMEM": smem, "STAMPS": int(stamps)}
     if config.kind == "integer":
-        constants |= {"BATCH": config.batch, "LATE": int(config.late), "GAIN": int(gain)}
+        constants |= {"BATCH": config.batch, "GAIN": int(gain)}
     else:
         constants |= {"XSLOTS": config.xslots, "SHARE": config.share, "REGISTERS": config.registers}
         constants |= {"FLIGHT": config.flight or config.slots}
