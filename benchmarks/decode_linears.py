@@ -147,7 +147,7 @@ def gain_of(lin: Linear) -> Tensor | None:
 
 def chosen_for(lin: Linear, tokens: int) -> int4.Config:
     """What runs so many tokens of a linear in groups of 128, bfloat16."""
-    return int4.choose(lin.n, lin.k, 128, int4.bound(tokens), norm=bool(lin.prologue))
+    return int4.choose(lin.n, lin.k, 128, int4.bound(tokens))
 
 
 def takes_gain(lin: Linear, dtype: torch.dtype) -> bool:
@@ -508,7 +508,7 @@ def variants(lin: Linear, tokens: int, each: int) -> list[int4.Config]:
             if warps // warps_k * strips <= 1.3 * max(1, share * cluster) and not (cluster > 1 and share > 3):
                 found.append(int4.integer(n, k, 128, bound, sms, cluster, warps, warps_k, strips, chunk))
     tried: Counter[tuple[Any, ...]] = Counter()
-    for c in int4.configs(n, k, 128, bound, sms, norm=bool(lin.prologue), rings=(2, 3, 4, 6)):
+    for c in int4.configs(n, k, 128, bound, sms, rings=(2, 3, 4, 6)):
         tried[c.way] += 1
         if tried[c.way] <= (each if c.wgmma == (bound > 8) else each // 4):
             found.append(c)
@@ -540,7 +540,8 @@ def tune(model: str, tokens: int, seconds: float, rounds: int, each: int) -> dic
         r = torch.randn(tokens, lin.n, device="cuda", dtype=torch.bfloat16) if "residual" in lin.epilogue else None
         configs = variants(lin, tokens, each)
         prepare([(lin, c) for c in configs])
-        configs = [c for c in configs if kernels[lin.name, c].cubin.resources.spill_stores == 0]
+        used = {c: kernels[lin.name, c].cubin.resources for c in configs}
+        configs = [c for c in configs if not used[c].spill_stores and not used[c].serialized]
         want = ours(v, weights[lin.name][0], lin, 128, None, r, gain_of(lin)).float()
         times = {}
         for c in configs:

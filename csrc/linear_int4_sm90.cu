@@ -60,7 +60,7 @@ constexpr bool DIRECT = CLUSTER == 1 && WK == 1;  // a warp's registers hold fin
 static_assert(CLUSTER == 1 || ONE_PASS, "a cluster makes one pass");
 static_assert(SHARE == 1 || (SHARE == 2 && CLUSTER == 1 && !PREPARE), "one copy of x for two blocks");
 static_assert(TOKENS <= 32, "a lane fetches a token's rstd");
-static_assert(!PREPARE || (TOKENS <= 8 && !WGMMA && (CLUSTER == 1 || !RMS)), "squares of whole rows");
+static_assert(!PREPARE || (TOKENS <= 8 && !WGMMA), "a block's x, on mma.sync");
 static_assert(!WGMMA || (GROUP == 128 && !HALF && (NB == 1 || NB == 2 || NB == 4)), "one scale a tile, bfloat16");
 
 // shared memory: rings of weights and of x, then the sums (over the rings, when nothing follows)
@@ -344,14 +344,16 @@ DEVICE void multiply_wgmma(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u
         in_units_of(to_f32<true>(u16(pair)), to_f32<true>(u16(pair >> 16)), acc[s], unit[s]);
     }
     const u32 units = uniform(x >> 4 & 0x3fff | 8 << 16), zeros_at = uniform((x + TOKENS * 256) >> 4 & 0x3fff);
-    u32 a[2][4][4];
+    constexpr int AHEAD = S > 1 && WARPS > 12 ? 1 : 2;  // registers for two strips' sums or for operands of two vectors
+    u32 operands[AHEAD][4][4];
 #pragma unroll
     for (int b = 0; b < 2 * S; ++b) {  // a vector of words: four steps
         const int s = b / 2, half = b % 2;
+        auto& a = operands[b % AHEAD];
         const u32x4 v = ld_shared_v4(at + s * CHUNK * TILE + half * fu::kVectorBytes);
-        if (b >= 2) wgmma_wait_group<1>();  // whose operands stood here
-        F::dequantise(v.x, a[b % 2][0]), F::dequantise(v.y, a[b % 2][1]);
-        F::dequantise(v.z, a[b % 2][2]), F::dequantise(v.w, a[b % 2][3]);
+        if (b >= AHEAD) wgmma_wait_group<AHEAD - 1>();  // whose operands stood here
+        F::dequantise(v.x, a[0]), F::dequantise(v.y, a[1]);
+        F::dequantise(v.z, a[2]), F::dequantise(v.w, a[3]);
         u32 zero0 = 0, zero1 = 0;
         if (half == 0) {  // 8 z 2^-24, exact in bfloat16
             const u32 z8 = prmt(ld_shared_u16(zeros + s * CHUNK * TILE + fu::kNibbleBytes + 32), 0, 0x4140);
@@ -362,7 +364,7 @@ DEVICE void multiply_wgmma(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u
         if (half == 0) wgmma_m64k16<NB>(acc[s], zero0, zero1, 0, 0, descriptor<128>(zeros_at));
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            wgmma_m64k16<NB>(acc[s], a[b % 2][i][0], a[b % 2][i][1], a[b % 2][i][2], a[b % 2][i][3],
+            wgmma_m64k16<NB>(acc[s], a[i][0], a[i][1], a[i][2], a[i][3],
                              descriptor<512>(units + (half * 2 + i / 2) * NB * 32 + i % 2 * 16));
         wgmma_commit_group();
     }
@@ -422,11 +424,11 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
     if constexpr (PREPARE) {
         prepare(smem, reinterpret_cast<const u16*>(x), static_cast<const u16*>(norm), m, ldx, p, warp, lane, bias);
         stamp(bias, X_CAME, 0);
-        if (RMS && threadIdx.x < TOKENS) {
+        if (RMS && threadIdx.x < TOKENS) {  // a cluster's blocks have a part of a row each
             float sum = 0;
 #pragma unroll
             for (int i = 0; i < WARPS; ++i) sum += ld_shared_f32(smem + SQUARES + i * 32 + threadIdx.x * 4);
-            st_shared_f32(smem + RSTD + threadIdx.x * 4, rsqrt_approx(sum / K + eps));
+            st_shared_f32(smem + RSTD + threadIdx.x * 4, CLUSTER > 1 ? sum : rsqrt_approx(sum / K + eps));
         }
     }
 
@@ -434,6 +436,18 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
     if (RMS && !PREPARE && threadIdx.x < TOKENS)
         st_shared_f32(smem + RSTD + threadIdx.x * 4,
                       int(threadIdx.x) < m ? ld_global_cg_f32(static_cast<const float*>(norm) + threadIdx.x) : 0.0f);
+    const auto rstd = [&](int token) -> f32x2 {
+        const u32 at = smem + RSTD + token * 4;
+        if (!RMS) return {1.0f, 1.0f};
+        if (!PREPARE || CLUSTER == 1) return ld_shared_f2(at);
+        f32x2 sum = {0, 0};
+#pragma unroll
+        for (int r = 0; r < CLUSTER; ++r) {
+            const f32x2 part = ld_cluster_f2(mapa(at, r));
+            sum.x += part.x, sum.y += part.y;
+        }
+        return {rsqrt_approx(sum.x / K + eps), rsqrt_approx(sum.y / K + eps)};
+    };
     const Epilogue<N, HALF, FU_BIAS, FU_SWIGLU, FU_RESIDUAL> epilogue = {bias, residual, y, m, ldr, scale};
     int slot = 0, xslot = 0;
     u32 parity = 0, xparity = 0;
@@ -482,7 +496,7 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
                 for (int s = 0; s < S; ++s)
                     if (mine + s * W < count)
                         epilogue(first + mine + s * W, nb * 8, lane,
-                                 times_rstd<RMS>(acc[s][nb], smem + RSTD, nb * 8 + 2 * (lane & 3)),
+                                 times_tokens(acc[s][nb], rstd(nb * 8 + 2 * (lane & 3))),
                                  epilogue.fetch(first + mine + s * W, nb * 8, lane));
         } else {
             bar_sync<CONSUMERS>(1);  // the rings are read, or the sums of the pass before
@@ -491,8 +505,8 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
 #pragma unroll
                 for (int nb = 0; nb < NB; ++nb)
                     st_shared_f4(smem + SUMS + (((wk * PASS + mine + s * W) * NB + nb) * 32 + lane) * 16, acc[s][nb]);
-            finish_parts<CLUSTER, WK, PASS, NB, WARPS, RMS>(smem + SUMS, smem + RSTD, first, count, warp, rank, lane,
-                                                            epilogue, held);
+            finish_parts<CLUSTER, WK, PASS, NB, WARPS>(smem + SUMS, rstd, first, count, warp, rank, lane, epilogue,
+                                                       held);
         }
     }
     stamp(bias, END, 0);

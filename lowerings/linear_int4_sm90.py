@@ -207,7 +207,7 @@ def floats(
     # sums; operands of two vectors of weights, or x and words of every strip; the rest: what did not spill
     registers = strips * tokens // 2
     if wgmma:
-        registers += 72 + 12 * (strips > 1 and chunk > 1)
+        registers += 62 if strips > 1 and warps > 12 else 72 + 12 * (strips > 1 and chunk > 1)
     else:
         registers += tokens // 2 + 8 * strips + 24 + 36 * (group < TILE_K) + 12 * half
     if prepare:  # every lane has some of x at once
@@ -233,7 +233,6 @@ def configs(
     tokens: int,
     sms: int,
     half: bool = False,
-    norm: bool = True,
     rings: tuple[int, ...] = (4, 3, 2),
 ) -> list[Config]:
     """Divisions of the work in floats, cheapest first by :func:`_cost`; rings: stages of x to try."""
@@ -243,7 +242,7 @@ def configs(
     for each in itertools.product((1, 2), warps, (1, 2, 3, 4), (1, 2, 3, 4)):  # larger clusters do not all fit at once
         cluster, (warps_n, warps_k), strips, chunk = each
         division = (n, k, group, tokens, sms, cluster, warps_n, warps_k, strips, chunk)
-        if tokens <= PREPARED and (cluster == 1 or not norm):
+        if tokens <= PREPARED:
             found.append(floats(*division, prepare=True, half=half))
         if tokens >= 8:
             for xslots, wg, share in itertools.product(rings, wgmma, (1, 2) if cluster == 1 else (1,)):
@@ -276,20 +275,19 @@ TUNED: dict[tuple[int, int, int], Config] = {key: Config(**values) for key, valu
 
 
 @functools.cache
-def choose(n: int, k: int, group: int, tokens: int, sms: int = SMS, half: bool = False, norm: bool = True) -> Config:
+def choose(n: int, k: int, group: int, tokens: int, sms: int = SMS, half: bool = False) -> Config:
     """The configuration for an [n, k] weight and at most ``tokens`` tokens on ``sms`` multiprocessors.
 
     Args:
         half: float16 activations.
-        norm: the linear has a norm before it.
     """
     most = bound(tokens)
     tuned = TUNED.get((n, k, most)) if sms == SMS and group == 128 and not half else None
-    if tuned is not None and not (norm and tuned.prepare and tuned.cluster > 1):  # which knows a part of the row only
+    if tuned is not None:
         return tuned
     if most <= 2:
         return _integer(n, k, group, most, sms)
-    found = configs(n, k, group, most, sms, half, norm) or configs(n, k, group, 8, sms, half, norm)
+    found = configs(n, k, group, most, sms, half) or configs(n, k, group, 8, sms, half)
     return found[0]
 
 
@@ -333,7 +331,7 @@ def kernel(
 def _kernel(
     n: int, k: int, group: int, tokens: int, half: bool, prologue: str, epilogue: str, sms: int, gain: bool
 ) -> jit.Kernel:
-    config = choose(n, k, group, tokens, sms, half, prologue == "rms")
+    config = choose(n, k, group, tokens, sms, half)
     return kernel_of(config, n, k, group, half, prologue, epilogue, gain)
 
 

@@ -65,7 +65,7 @@ def divisions(tokens: int) -> list:
     for lin in SHAPES:
         kinds = {}
         shape = (lin.n, lin.k, 128, int4.bound(tokens), 132)
-        for c in int4.configs(*shape, norm=bool(lin.prologue)):
+        for c in int4.configs(*shape):
             kinds.setdefault((c.way, min(c.chunk, 2)), (lin, c))
         found += kinds.values()
     return found

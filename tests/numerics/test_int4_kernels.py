@@ -58,6 +58,9 @@ CASES = {
     "prepared, cluster": Case(
         48, 896, 8, floats(48, 896, 8, 2, 1, 3, 3, 1, units=1, prepare=True), epilogue="residual", rows=5
     ),
+    "prepared, norm, cluster": Case(
+        48, 1160, 7, floats(48, 1160, 8, 2, 1, 3, 3, 1, units=1, prepare=True), prologue="rms", rows=6
+    ),
     "prepared, one token, groups of 32": Case(
         64, 384, 1, floats(64, 384, 1, 1, 1, 3, 2, 1, prepare=True, group=32), group=32, prologue="rms"
     ),

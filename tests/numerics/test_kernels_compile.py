@@ -85,7 +85,7 @@ def test_every_kind_of_division_compiles(tokens):
     kernels = []
     for n, k, prologue, epilogue in ((28672, 4096, "rms", "swiglu"), (4096, 14336, "", "residual")):
         kinds = {}
-        for c in linear_int4_sm90.configs(n, k, 128, tokens, 132, norm=bool(prologue)):
+        for c in linear_int4_sm90.configs(n, k, 128, tokens, 132):
             assert 0 < c.smem(n, k, 128) <= c.limit
             kinds.setdefault(c.way, []).append(c)
         assert any(prepare for _, _, prepare, _ in kinds) == (tokens <= linear_int4_sm90.PREPARED)
@@ -124,17 +124,6 @@ def test_every_shape_has_a_configuration_that_fits(n, k, group):
         assert c.grid <= 132
         assert c.slots >= 1
         assert c.tokens >= tokens
-
-
-def test_a_norm_before_a_shape_that_was_tuned_without_one():
-    """A cluster whose blocks prepare x for themselves sees a part of the row each, and no norm."""
-    split = [key for key, c in linear_int4_sm90.TUNED.items() if c.prepare and c.cluster > 1]
-    assert split
-    for n, k, tokens in split:
-        assert linear_int4_sm90.choose(n, k, 128, tokens, norm=False).cluster > 1
-        other = linear_int4_sm90.choose(n, k, 128, tokens, norm=True)
-        assert not (other.prepare and other.cluster > 1)
-        assert linear_int4_sm90.kernel(n, k, 128, tokens, False, "rms", "", 132, True).cubin.code
 
 
 def test_kernels_of_reads_the_configuration():
