@@ -632,10 +632,11 @@ def timeline(model: str, tokens: int) -> list[dict[str, Any]]:
     for _ in range(20):
         graph.replay()
     torch.cuda.synchronize()
-    rows, before = [], times["down"][layers - 2][:, len(MOMENTS) - 1].max()
+    middle = layers - 2  # behind the last layer no kernel fetches weights
+    rows, before = [], times["down"][middle - 1][:, len(MOMENTS) - 1].max()
     print(f"{model} M={tokens}, us " + "".join(f"{m:>22}" for m in MOMENTS))
     for lin in linears(model):
-        seen = times[lin.name][layers - 1][:, : len(MOMENTS)]
+        seen = times[lin.name][middle][:, : len(MOMENTS)]
         since = ((seen - before).double() / 1e3).sort(0).values.cpu()
         before = seen[:, -1].max()
         each = {m: [round(float(since[i, c]), 1) for i in (0, len(since) // 2, -1)] for c, m in enumerate(MOMENTS)}
