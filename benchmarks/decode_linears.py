@@ -326,17 +326,32 @@ class Card:
         except Exception:
             self.nvml = None
 
+    def now(self) -> tuple[float, float, float, float]:
+        """MHz of multiprocessors and of memory, watts, and 1 where the power cap holds the clock: of this instant, where
+        nvmlDeviceGetPowerUsage has the mean of a second."""
+        nvml = self.nvml
+        power = nvml.nvmlDeviceGetFieldValues(self.handle, [nvml.NVML_FI_DEV_POWER_INSTANT])[0].value.uiVal / 1000
+        sm, memory = (nvml.nvmlDeviceGetClockInfo(self.handle, c) for c in (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM))
+        return sm, memory, power, nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle) >> 2 & 1
+
+    def text(self, seen: list[tuple[float, float, float, float]]) -> str:
+        """Means of what :meth:`now` has seen."""
+        sm, memory, watts, capped = (statistics.mean(v) for v in zip(*seen, strict=True))
+        limited = ", held by the power cap" if capped else ""
+        return f"{sm:.0f} MHz SM, {memory:.0f} MHz memory, {watts:.0f} W{limited}"
+
     def read(self, graph: torch.cuda.CUDAGraph) -> str:
-        """While the graph is being replayed."""
+        """While the graph is replayed for a quarter of a second."""
         if self.nvml is None:
             return "clocks and power not readable"
-        for _ in range(200):
+        seen, done = [], torch.cuda.Event()
+        for _ in range(max(3, int(0.25e6 / replay_us(graph, 0.02)))):
             graph.replay()
-        sm = self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM)
-        mem = self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_MEM)
-        watts = self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000
-        torch.cuda.synchronize()
-        return f"{sm} MHz SM, {mem} MHz memory, {watts:.0f} W"
+        done.record()
+        while not done.query():
+            seen.append(self.now())
+            time.sleep(0.005)
+        return self.text(seen)
 
 
 def layer_body(model: str, call: Callable[[int, Linear, Tensor, Tensor | None], Tensor], layers: int, x: Tensor):
@@ -553,7 +568,9 @@ def tune(model: str, tokens: int, seconds: float, rounds: int, each: int) -> dic
             times[c] = replay_us(graph, seconds) / (2 * layers)
             out["alone"].append({"case": lin.name, "us": round(times[c], 2), **dataclasses.asdict(c)})
         first = [c for c in configs[:1] if c in times]
-        best[lin.name] = list(dict.fromkeys(sorted(times, key=lambda c: times[c])[:3] + first))
+        order = sorted(times, key=lambda c: times[c])
+        few = [c for kind in int4.SOURCES for c in [c for c in order if c.kind == kind][:3]]
+        best[lin.name] = list(dict.fromkeys(sorted(few, key=lambda c: times[c]) + first))
         for c in best[lin.name][:3]:
             print(f"{model} M={tokens} {lin.name}: {times[c]:.2f} us  {c}", flush=True)
 

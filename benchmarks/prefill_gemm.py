@@ -275,7 +275,7 @@ def captured(run: Callable[[], Any], times: int) -> torch.cuda.CUDAGraph:
 
 
 def interleaved(
-    cases: dict[str, Callable[[], Any]], seconds: float, rounds: int, card: Watch | None = None, inner: int = 1
+    cases: dict[str, Callable[[], Any]], seconds: float, rounds: int, card: Card | None = None, inner: int = 1
 ) -> dict[str, dict[str, Any]]:
     """Name -> ms (median over rounds), and the card half-way; each case is timed for ``seconds`` in all.
 
@@ -303,10 +303,10 @@ def interleaved(
             for _ in range(count[name]):
                 run()
             end.record()
-            if card is not None:
+            if card is not None and card.nvml is not None:
                 start.synchronize()
                 time.sleep(0.5 * seconds / rounds)
-                seen[name] = card.now()
+                seen[name] = card.text([card.now()])
             end.synchronize()
             found[name].append(start.elapsed_time(end) / count[name] / inner)
     return {n: {"ms": statistics.median(t), "card": seen.get(n, "")} for n, t in found.items()}
@@ -319,17 +319,6 @@ INNER = 8
 def graphs(cases: dict[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
     """The cases as graphs of INNER calls."""
     return {name: captured(run, INNER).replay for name, run in cases.items()}
-
-
-class Watch(Card):
-    """Clocks and power now."""
-
-    def now(self) -> str:
-        """As text."""
-        if self.nvml is None:
-            return ""
-        sm = self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM)
-        return f"{sm} MHz, {self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000:.0f} W"
 
 
 def quack(o: Operands) -> dict[str, Callable[[], Any]]:
@@ -383,7 +372,7 @@ def cublas(o: Operands, compiled: bool) -> dict[str, Callable[[], Any]]:
 
 def measure(args: argparse.Namespace, save: Callable[[list[dict[str, Any]]], None]) -> None:
     """Every GEMM at every number of tokens, ours beside the peers."""
-    card = Watch()
+    card = Card()
     out: list[dict[str, Any]] = []
     todo = [(g, m, d) for m in args.tokens for d in (FP8, BF16) for g in gemms(args.model, d == FP8)]
     if args.bars:  # gate_up at every number of tokens, all four where most is known about the peers
@@ -420,7 +409,7 @@ def measure(args: argparse.Namespace, save: Callable[[list[dict[str, Any]]], Non
 
 def tune(args: argparse.Namespace, save: Callable[[list[dict[str, Any]]], None]) -> None:
     """Every configuration in ``candidates`` beside each other."""
-    card = Watch()
+    card = Card()
     out: list[dict[str, Any]] = []
     for m in args.tokens:
         for dtype in (FP8, BF16):

@@ -1,10 +1,10 @@
 // y[m, N] = E(P(x)[m, K] . W[N, K]^T), INT4 weights, 1 or 2 tokens, in integers. Hopper (sm_90a).
 //
 //   block                owns strips of 16 rows (a cluster of CLUSTER blocks shares strips and splits K); keeps its
-//   part of
-//                        x in shared memory as signed 8-bit digits, the B operand of mma.m16n8k32 (u8 x s8)
+//                        part of x in shared memory as signed 8-bit digits, the B operand of mma.m16n8k32 (u8 x s8)
 //   warp (wn, wk)        S strips at a time, tiles wk of WK along K; a ring of SLOTS chunks of S x CHUNK tiles that its
-//                        lane 0 refills with cp.async.bulk: no warp waits for another until the sums of a pass meet
+//                        lane 0 refills with cp.async.bulk: until the sums of a pass meet, no warp waits for another
+//                        but for x, of which warps with the same wk prepare what they multiply
 //
 // The packed bytes are the A operand as they stand. A byte is n0 + 16 n1, two codes of one row, so
 //     16 (n0 x0 + n1 x1)  =  byte x1  +  n0 (16 x0 - x1)
@@ -167,16 +167,21 @@ DEVICE void multiply(f32x2 (&acc)[S], u32 tile, u32 x, u32 xscale, int lane) {
     }
 }
 
-DEVICE f32x2 rstd_of(u32 smem, float eps) {
+// By a whole warp: lanes of a quad add up a quarter of the squares each.
+DEVICE f32x2 rstd_of(u32 smem, float eps, int lane) {
     if constexpr (!RMS) return {1.0f, 1.0f};
     f32x2 sum = {0, 0};
     for (int r = 0; r < CLUSTER; ++r)
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i) {
-            const u32 at = smem + SQUARES + i * 8;
-            const f32x2 v = CLUSTER > 1 ? ld_cluster_f2(mapa(at, r)) : ld_shared_f2(at);
-            sum.x += v.x, sum.y += v.y;
-        }
+        for (int i = 0; i < (WARPS + 3) / 4; ++i)
+            if (WARPS % 4 == 0 || 4 * i + (lane & 3) < WARPS) {
+                const u32 at = smem + SQUARES + (4 * i + (lane & 3)) * 8;
+                const f32x2 v = CLUSTER > 1 ? ld_cluster_f2(mapa(at, r)) : ld_shared_f2(at);
+                sum.x += v.x, sum.y += v.y;
+            }
+#pragma unroll
+    for (int n = 1; n < 4; n *= 2)
+        sum.x += __shfl_xor_sync(0xffffffffu, sum.x, n), sum.y += __shfl_xor_sync(0xffffffffu, sum.y, n);
     return {rsqrt_approx(sum.x / K + eps), rsqrt_approx(sum.y / K + eps)};
 }
 DEVICE f32x4 from_quad(f32x4 v, int mask) {
@@ -237,8 +242,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     __syncwarp();
     stamp(bias, ASKED, 0);
 
+    const int first_x = mine.begin - tiles.begin + wn, last_x = mine.end - tiles.begin;  // this warp's tiles of x
     if (GAIN && STAGED && lane < 16)  // a parameter: it comes while the grid before ends
-        for (int i = warp; i < tiles.end - tiles.begin; i += WARPS) {
+        for (int i = first_x; i < last_x; i += WN) {
             const int k = (tiles.begin + i) * 128 + 8 * lane;
             const bool exists = K % 128 == 0 || k < K;
             cp_async_16(smem + X + i * XTILE + GAINS + lane * 16, exists ? gain + k : gain, exists ? 16 : 0);
@@ -247,11 +253,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     stamp(bias, RELEASED, 0);
     const Epilogue<N, HALF, FU_BIAS, FU_SWIGLU, FU_RESIDUAL> epilogue = {bias, residual, y, m, ldr, scale};
     auto held = epilogue.fetch(strips.begin + warp * CLUSTER + rank, 0, lane);  // of this warp's first strip
-    {  // x: a warp takes every WARPS-th tile; all requests first
-        const int count = tiles.end - tiles.begin, k = tiles.begin * 128 + 8 * (lane & 15), token = lane >> 4;
+    {                                                                           // x: all requests first
+        const int k = tiles.begin * 128 + 8 * (lane & 15), token = lane >> 4;
         const u16* row = x + (long long)min(token, m - 1) * ldx;
         if (token < TOKENS)
-            for (int i = warp; i < count; i += WARPS) {
+            for (int i = first_x; i < last_x; i += WN) {
                 const bool exists = K % 128 == 0 || k + i * 128 < K;
                 cp_async_16(smem + X + i * XTILE + lane * 16, exists ? row + k + i * 128 : x, exists ? 16 : 0);
             }
@@ -260,12 +266,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         __syncwarp();
         float square[TOKENS] = {};
 #pragma unroll 1
-        for (int first = warp; first < count; first += WARPS * BATCH) {
+        for (int first = first_x; first < last_x; first += WN * BATCH) {
             u64 raw[BATCH][TOKENS], gains[BATCH] = {};
 #pragma unroll
             for (int j = 0; j < BATCH; ++j) {
-                const int i = first + j * WARPS;
-                if (!EVEN && i >= count) break;
+                const int i = first + j * WN;
+                if (!EVEN && i >= last_x) break;
                 if (GAIN && STAGED) gains[j] = ld_shared_u64(smem + X + i * XTILE + GAINS + lane * 8);
                 if (GAIN && !STAGED && (K % 128 == 0 || (tiles.begin + i) * 128 + 4 * lane < K))
                     gains[j] = ld_global_nc_v2(gain + (tiles.begin + i) * 128 + 4 * lane);
@@ -276,8 +282,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             __syncwarp();
 #pragma unroll
             for (int j = 0; j < BATCH; ++j) {
-                const int i = first + j * WARPS;
-                if (!EVEN && i >= count) break;
+                const int i = first + j * WN;
+                if (!EVEN && i >= last_x) break;
 #pragma unroll
                 for (int token = 0; token < TOKENS; ++token)
                     square[token] += prepare_x(smem, raw[j][token], gains[j], i, token, lane);
@@ -290,7 +296,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 for (int k = 16; k; k >>= 1) square[token] += __shfl_xor_sync(0xffffffffu, square[token], k);
             if (lane == 0) st_shared_f2(smem + SQUARES + warp * 8, {square[0], square[TOKENS - 1]});
         }
-        __syncthreads();
+        if (WN == 1)
+            __syncwarp();
+        else
+            bar_sync<WN * 32>(1 + wk);
     }
     stamp(bias, X_CAME, 0);
     // Column g of B: token g / 4, digit g % 4 (the last twice).
@@ -351,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                         }
                 }
                 v = from_quad(from_quad(v, 1), 2);
-                const f32x2 rstd = rstd_of(smem, eps);
+                const f32x2 rstd = rstd_of(smem, eps, lane);
                 if ((lane & 3) == 0)
                     epilogue(before + i, 0, lane, {v.x * rstd.x, v.y * rstd.y, v.z * rstd.x, v.w * rstd.y}, held);
             }
