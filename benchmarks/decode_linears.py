@@ -327,7 +327,7 @@ class Card:
             self.nvml = None
 
     def now(self) -> tuple[float, float, float, float]:
-        """MHz of multiprocessors and of memory, watts, and 1 where the power cap holds the clock: of this instant, where
+        """MHz of multiprocessors and of memory, watts, 1 where the power cap holds the clock. Of this instant:
         nvmlDeviceGetPowerUsage has the mean of a second."""
         nvml = self.nvml
         power = nvml.nvmlDeviceGetFieldValues(self.handle, [nvml.NVML_FI_DEV_POWER_INSTANT])[0].value.uiVal / 1000
