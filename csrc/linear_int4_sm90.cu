@@ -2,7 +2,9 @@
 //
 //   cluster (of CLUSTER blocks)   owns strips of 16 rows; its blocks split K, their sums meet in shared memory
 //   step                          WK x CHUNK tiles of K, for all strips of a pass (WN warps x S strips)
-//   consumer warp (wn, wk)        S strips x CHUNK tiles of the step, from a ring of SLOTS steps
+//   consumer warp (wn, wk)        S strips x CHUNK tiles of the step, from a ring of SLOTS steps: strip by strip, so
+//   that a
+//                                 strip's part of a step is one copy
 //   one warp more                 asks for the weights of all warps by cp.async.bulk (consumers that did it themselves
 //                                 stood still while memory had no room for their requests)
 //   another one, not with PREPARE asks for x: a ring of XSLOTS steps; SHARE blocks with strips of their own ask for a
@@ -64,7 +66,8 @@ static_assert(!PREPARE || (TOKENS <= 8 && !WGMMA), "a block's x, on mma.sync");
 static_assert(!WGMMA || (GROUP == 128 && !HALF && (NB == 1 || NB == 2 || NB == 4)), "one scale a tile, bfloat16");
 
 // shared memory: rings of weights and of x, then the sums (over the rings, when nothing follows)
-constexpr int SLOT = S * CHUNK * TILE, X = (WARPS * SLOTS * SLOT + 127) / 128 * 128, XSLOT = STEP * XTILE;
+constexpr int STRIP = STEP * TILE, SLOT = PASS * STRIP, X = (SLOTS * SLOT + 127) / 128 * 128, XSLOT = STEP * XTILE;
+constexpr int NEXT = W * STRIP;  // from one strip of a warp to its next
 constexpr int DEPTH = (TILES + CLUSTER - 1) / CLUSTER;
 constexpr int RINGS = X + (PREPARE ? DEPTH * XTILE : XSLOTS * XSLOT), SUM_BYTES = DIRECT ? 0 : WK * PASS * NB * 512;
 constexpr int SUMS = ONE_PASS ? 0 : RINGS;
@@ -122,40 +125,30 @@ DEVICE void stream(u32 smem, const u8* weight, const Split& p, const u16* times)
         if (at.step >= p.tile_end) at = {at.pass + NEXT_PASS, p.tile_begin};
     };
     auto strips_of = [&](Walk at) { return max(0, min(PASS, p.strip_end - at.pass)); };
-    // Where strip j of part k of K lies in a slot: in the ring of the warp that multiplies it.
-    auto place = [](int k, int j) {
-        return ((k * WN + j / (S * W)) * W + j % W) * SLOTS * SLOT + j / W % S * CHUNK * TILE;
-    };
-    // Of all warps of a step. Copies follow each other without a branch that waits for the one before.
+    // Of all warps of a step, a copy for each strip. Copies follow each other without a branch that waits for the one
+    // before.
     auto request = [&](Walk at, int slot) {
-        const int strips = strips_of(at), tiles = min(STEP, p.tile_end - at.step);
+        const int strips = strips_of(at), bytes = min(STEP, p.tile_end - at.step) * TILE;
         const u32 bar = w_full(smem, slot), to = smem + slot * SLOT;
         const u8* const from = weight + ((long long)at.pass * TILES + at.step) * TILE;
-        mbarrier_arrive_expect_tx(bar, strips * tiles * TILE);
+        mbarrier_arrive_expect_tx(bar, strips * bytes);
 #pragma unroll
-        for (int k = 0; k < WK; ++k) {
-            const int bytes = min(CHUNK, tiles - k * CHUNK) * TILE;
-            if (bytes <= 0) break;
-#pragma unroll
-            for (int j = 0; j < PASS; ++j) {
-                if (j >= strips) break;
-                cp_async_bulk(to + place(k, j), from + (j * TILES + k * CHUNK) * TILE, bytes, bar, policy);
-            }
+        for (int j = 0; j < PASS; ++j) {
+            if (j >= strips) break;
+            cp_async_bulk(to + j * STRIP, from + j * TILES * TILE, bytes, bar, policy);
         }
     };
     // The same, slowly: x behind more requests than memory needs to be busy would wait for all of them.
     auto request_paced = [&](Walk at, int slot) {
-        const int strips = strips_of(at), tiles = min(STEP, p.tile_end - at.step);
+        const int strips = strips_of(at), bytes = min(STEP, p.tile_end - at.step) * TILE;
         const u32 bar = w_full(smem, slot), to = smem + slot * SLOT;
         const u8* const from = weight + ((long long)at.pass * TILES + at.step) * TILE;
-        mbarrier_arrive_expect_tx(bar, strips * tiles * TILE);
+        mbarrier_arrive_expect_tx(bar, strips * bytes);
 #pragma unroll 1
-        for (int i = 0; i < WK * PASS; ++i) {
-            const int k = i / PASS, j = i % PASS, bytes = min(CHUNK, tiles - k * CHUNK) * TILE;
-            if (bytes <= 0 || j >= strips) continue;
-            while (clock_now() - began < u32(DELAY + (slot * WK * PASS + i) * (PACE / S)) &&
+        for (int j = 0; j < strips; ++j) {
+            while (clock_now() - began < u32(DELAY + (slot * PASS + j) * (PACE * WK / S)) &&
                    (PREPARE || !mbarrier_test_parity(x_full(smem, 0), 0)));
-            cp_async_bulk(to + place(k, j), from + (long long)(j * TILES + k * CHUNK) * TILE, bytes, bar, policy);
+            cp_async_bulk(to + j * STRIP, from + (long long)j * TILES * TILE, bytes, bar, policy);
         }
     };
     auto into_l2 = [&](Walk at) {
@@ -274,7 +267,7 @@ DEVICE void in_units_of(float top, float bottom, f32x4 (&sums)[NB], f32x2& unit)
     times(sums, from_top, from_bottom);
 }
 
-// One tile of S strips (CHUNK * TILE apart); x: the tile's record.
+// One tile of S strips (NEXT apart); x: the tile's record.
 DEVICE void multiply(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u32 x, int lane) {
     const u32 at = weights + lane * 16, scales = weights + (lane >> 2) * 4, zeros = weights + (lane >> 2) * 2;
     const int row = min(lane >> 2, TOKENS - 1) * 64 + (lane & 3) * 16;
@@ -285,11 +278,11 @@ DEVICE void multiply(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u32 x, 
         const int gi = c * GROUPS / 4;
         if (c % 2 == 0)
 #pragma unroll
-            for (int s = 0; s < S; ++s) words[s] = ld_shared_v4(at + s * CHUNK * TILE + c / 2 * fu::kVectorBytes);
+            for (int s = 0; s < S; ++s) words[s] = ld_shared_v4(at + s * NEXT + c / 2 * fu::kVectorBytes);
         if (c % (4 / GROUPS) == 0)
 #pragma unroll
             for (int s = 0; s < S; ++s) {
-                const GroupScale q = group_scale<GROUP>(scales + s * CHUNK * TILE, zeros + s * CHUNK * TILE, gi);
+                const GroupScale q = group_scale<GROUP>(scales + s * NEXT, zeros + s * NEXT, gi);
                 zero[s] = {q.z0, q.z1};
                 in_units_of(q.s0, q.s1, acc[s], unit[s]);
             }
@@ -340,7 +333,7 @@ DEVICE void multiply_wgmma(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u
     const u32 at = weights + lane * 16, scales = weights + (lane >> 2) * 4, zeros = weights + (lane >> 2) * 2;
 #pragma unroll
     for (int s = 0; s < S; ++s) {
-        const u32 pair = ld_shared_u32(scales + s * CHUNK * TILE + fu::kNibbleBytes);
+        const u32 pair = ld_shared_u32(scales + s * NEXT + fu::kNibbleBytes);
         in_units_of(to_f32<true>(u16(pair)), to_f32<true>(u16(pair >> 16)), acc[s], unit[s]);
     }
     const u32 units = uniform(x >> 4 & 0x3fff | 8 << 16), zeros_at = uniform((x + TOKENS * 256) >> 4 & 0x3fff);
@@ -350,13 +343,13 @@ DEVICE void multiply_wgmma(f32x4 (&acc)[S][NB], f32x2 (&unit)[S], u32 weights, u
     for (int b = 0; b < 2 * S; ++b) {  // a vector of words: four steps
         const int s = b / 2, half = b % 2;
         auto& a = operands[b % AHEAD];
-        const u32x4 v = ld_shared_v4(at + s * CHUNK * TILE + half * fu::kVectorBytes);
+        const u32x4 v = ld_shared_v4(at + s * NEXT + half * fu::kVectorBytes);
         if (b >= AHEAD) wgmma_wait_group<AHEAD - 1>();  // whose operands stood here
         F::dequantise(v.x, a[0]), F::dequantise(v.y, a[1]);
         F::dequantise(v.z, a[2]), F::dequantise(v.w, a[3]);
         u32 zero0 = 0, zero1 = 0;
         if (half == 0) {  // 8 z 2^-24, exact in bfloat16
-            const u32 z8 = prmt(ld_shared_u16(zeros + s * CHUNK * TILE + fu::kNibbleBytes + 32), 0, 0x4140);
+            const u32 z8 = prmt(ld_shared_u16(zeros + s * NEXT + fu::kNibbleBytes + 32), 0, 0x4140);
             zero0 = prmt(__float_as_uint(to_f32<true>(u16(z8))), 0, 0x3232);
             zero1 = prmt(__float_as_uint(to_f32<true>(u16(z8 >> 16))), 0, 0x3232);
         }
@@ -387,9 +380,8 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
     griddepcontrol_launch_dependents();
     const int wk = warp / W / WN;
 
-    // A warp's part: strips `mine` + s * W of a pass, tiles `first_tile` and on of a step, its ring of weights.
+    // A warp's part: strips `mine` + s * W of a pass, tiles `first_tile` and on of a step.
     const int mine = warp / W % WN * S * W + warp % W, first_tile = wk * CHUNK;
-    const u32 ring = smem + warp * SLOTS * SLOT;
     if (warp == WARPS) {
         if (!PREPARE && lane < XSLOTS) {
             mbarrier_init(x_full(smem, lane), 1);
@@ -466,7 +458,7 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
             mbarrier_wait_parity(w_full(smem, slot), parity);
             if (!PREPARE) mbarrier_wait_parity(x_full(smem, xslot), xparity);
             if (!PREPARE && step == p.tile_begin && first == p.strip_begin) stamp(bias, X_CAME, 0);
-            const u32 weights = ring + slot * SLOT;
+            const u32 weights = smem + slot * SLOT + mine * STRIP + first_tile * TILE;
             const u32 record =
                 smem + X + (PREPARE ? step - p.tile_begin + first_tile : xslot * STEP + first_tile) * XTILE;
 #pragma unroll
