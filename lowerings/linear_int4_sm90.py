@@ -57,7 +57,7 @@ class Config:
     delay: int = 700
     """clocks between a block's start and its first request for weights"""
     pace: int = 0
-    """clocks between two warps' first requests for weights"""
+    """clocks between two warps' first requests for weights, or as many for each warp that a request is for"""
     flight: int = 0
     """float: most stages of weights that are on their way at once, 0: all of the ring; x waits behind them"""
     prefetch: int = 0

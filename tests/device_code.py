@@ -112,14 +112,16 @@ static inline void __syncthreads() { block_->all.arrive_and_wait(); }
 static inline Warp& warp_of() { return block_->warps[threadIdx.x / 32]; }
 static inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 static inline void __syncwarp() { warp_of().turn.arrive_and_wait(); }
-template <int THREADS> static inline std::barrier<>& named_barrier(int id) {
-    std::lock_guard g(block_->lock);
-    auto& found = block_->named[id];
-    if (!found) found = std::make_unique<std::barrier<>>(THREADS);
-    return *found;
+template <int THREADS> static inline void bar_sync(int id) {
+    std::barrier<>* b;
+    {
+        std::lock_guard g(block_->lock);
+        auto& found = block_->named[id];
+        if (!found) found = std::make_unique<std::barrier<>>(THREADS);
+        b = found.get();
+    }
+    b->arrive_and_wait();
 }
-template <int THREADS> static inline void bar_sync(int id) { named_barrier<THREADS>(id).arrive_and_wait(); }
-template <int THREADS> static inline void bar_arrive(int id) { (void)named_barrier<THREADS>(id).arrive(); }
 static inline void barrier_cluster_arrive() { token_ = cluster_->all->arrive(); }
 static inline void barrier_cluster_wait() { cluster_->all->wait(std::move(*token_)); token_.reset(); }
 static inline void barrier_cluster() { cluster_->all->arrive_and_wait(); }
