@@ -26,8 +26,8 @@
 //
 // With 16 warps of 96 registers and up to 224 KB, one block has a multiprocessor; only arrange_rows fits beside it.
 // Bytes: every weight once from HBM; x from L2 once per block and pass: K / CLUSTER x TOKENS x 2 bytes each.
-// Launch: weights of the first SLOTS steps, never more than FLIGHT steps on their way, with PACE as many clocks for each
-// warp's part (x behind all of them at once would wait for all of them), then PREFETCH more steps into L2, before
+// Launch: weights of the first SLOTS steps, never more than FLIGHT steps on their way, with PACE as many clocks for
+// each warp's part (x behind all of them at once would wait for all of them), then PREFETCH more steps into L2, before
 // griddepcontrol.wait. One order of summation whatever m and the token's position: same input, same bits.
 //
 // Rendered constants: FU_KERNEL, FU_N, FU_K, FU_GROUP, FU_TOKENS (1, 2, 4, 8 with PREPARE, 8, 16, 32 without), FU_GRID,
