@@ -331,6 +331,7 @@ def operators(graph):
     return "operators: " + ", ".join(f"{name} x{n}" for name, n in graph.operators().items())
 
 
+@pytest.mark.slow
 def test_a_repro_rebuilds_exact_graphs_of_every_cache(tmp_path):
     """Two batch sizes, so that the second pair of graphs has symbolic sizes; three kinds of cache."""
     model = fu_compile.compile(tiny(), mode="exact", rest="eager")
