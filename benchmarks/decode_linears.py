@@ -348,7 +348,7 @@ class Card:
         for _ in range(max(3, int(0.25e6 / replay_us(graph, 0.02)))):
             graph.replay()
         done.record()
-        while not done.query():
+        while not seen or not done.query():
             seen.append(self.now())
             time.sleep(0.005)
         return self.text(seen)
@@ -503,10 +503,11 @@ def beginnings(c: int4.Config) -> list[dict[str, int]]:
     multiprocessor) and slower, or so many at a time."""
     bytes_ = c.strips * c.chunk * formats.int4_tile_bytes(128)
     starts = [{"delay": 0}, {"delay": 700}, {"pace": bytes_ // 16}]
-    starts += [{"delay": 2000}, {"pace": bytes_ // 6}] if c.kind == "integer" else [{"pace": bytes_ // 10}]
-    stage = c.warps * bytes_
-    flights = dict.fromkeys(b // stage for b in (40_000, 56_000, 72_000, 96_000, 128_000)) if c.kind == "float" else ()
-    starts += [{"flight": f} for f in flights if 0 < f < c.slots]
+    if c.kind == "integer":
+        starts += [{"delay": 2000}, {"pace": bytes_ // 6}]
+    else:
+        flights = dict.fromkeys(b // c.stage(128) for b in (40_000, 56_000, 72_000, 96_000, 128_000))
+        starts += [{"pace": bytes_ // 10}, *({"flight": f} for f in flights if 0 < f < c.slots)]
     return [{"delay": 0, "pace": 0, "flight": 0} | start for start in starts]
 
 
@@ -568,9 +569,13 @@ def tune(model: str, tokens: int, seconds: float, rounds: int, each: int) -> dic
             times[c] = replay_us(graph, seconds) / (2 * layers)
             out["alone"].append({"case": lin.name, "us": round(times[c], 2), **dataclasses.asdict(c)})
         first = [c for c in configs[:1] if c in times]
-        order = sorted(times, key=lambda c: times[c])
-        few = [c for kind in int4.SOURCES for c in [c for c in order if c.kind == kind][:3]]
-        best[lin.name] = list(dict.fromkeys(sorted(few, key=lambda c: times[c]) + first))
+        kinds: Counter[str] = Counter()
+        few = []
+        for c in sorted(times, key=lambda c: times[c]):
+            kinds[c.kind] += 1
+            if kinds[c.kind] <= 3:
+                few.append(c)
+        best[lin.name] = list(dict.fromkeys(few + first))
         for c in best[lin.name][:3]:
             print(f"{model} M={tokens} {lin.name}: {times[c]:.2f} us  {c}", flush=True)
 

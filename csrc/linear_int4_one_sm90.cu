@@ -253,7 +253,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     stamp(bias, RELEASED, 0);
     const Epilogue<N, HALF, FU_BIAS, FU_SWIGLU, FU_RESIDUAL> epilogue = {bias, residual, y, m, ldr, scale};
     auto held = epilogue.fetch(strips.begin + warp * CLUSTER + rank, 0, lane);  // of this warp's first strip
-    {                                                                           // x: all requests first
+    {
+        // x: all requests first
         const int k = tiles.begin * 128 + 8 * (lane & 15), token = lane >> 4;
         const u16* row = x + (long long)min(token, m - 1) * ldx;
         if (token < TOKENS)

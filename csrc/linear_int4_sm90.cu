@@ -2,9 +2,8 @@
 //
 //   cluster (of CLUSTER blocks)   owns strips of 16 rows; its blocks split K, their sums meet in shared memory
 //   step                          WK x CHUNK tiles of K, for all strips of a pass (WN warps x S strips)
-//   consumer warp (wn, wk)        S strips x CHUNK tiles of the step, from a ring of SLOTS steps: strip by strip, so
-//   that a
-//                                 strip's part of a step is one copy
+//   consumer warp (wn, wk)        S strips x CHUNK tiles of the step, from a ring of SLOTS steps; a slot has its strips
+//                                 one behind the other, so that a strip's part of a step is one copy
 //   one warp more                 asks for the weights of all warps by cp.async.bulk (consumers that did it themselves
 //                                 stood still while memory had no room for their requests)
 //   another one, not with PREPARE asks for x: a ring of XSLOTS steps; SHARE blocks with strips of their own ask for a
@@ -445,8 +444,8 @@ extern "C" __global__ void __maxnreg__(FU_REGISTERS)
     u32 parity = 0, xparity = 0;
     for (int first = p.strip_begin; first < p.pass_end; first += NEXT_PASS) {
         const int count = min(PASS, p.strip_end - first);
-        const bool some = mine - (WGMMA ? warp % W : 0) < count;  // wgmma: four neighbours multiply or none
-        const int end = warp * CLUSTER + rank;  // the fragment that this warp ends first, and what it needs by then
+        const bool some = mine - warp % W < count;  // wgmma: four neighbours multiply or none
+        const int end = warp * CLUSTER + rank;      // the fragment that this warp ends first, and what it needs by then
         const auto held =
             DIRECT ? decltype(epilogue.fetch(0, 0, 0)){} : epilogue.fetch(first + end / NB, end % NB * 8, lane);
         f32x4 acc[S][NB] = {};

@@ -21,7 +21,7 @@ from fu_compile import jit
 from fu_compile.formats import GROUPS, TILE_K, TILE_N, int4_bytes, int4_tile_bytes
 
 WARPS = 16
-"""Most warps of a block that multiply; in the kernel for floats one more brings weights or x."""
+"""Most warps of a block that multiply; in the kernel for floats others bring weights and x."""
 SMEM_ALONE = 229_376
 """Shared memory of the one block of a multiprocessor: what is left is for blocks of arrange_rows."""
 FLIGHT = 65_536
@@ -88,6 +88,10 @@ class Config:
         """Of a block."""
         return 32 * (self.warps + (2 - self.prepare) * (self.kind == "float"))
 
+    def stage(self, group: int) -> int:
+        """Bytes of weights of a block in one stage of its ring."""
+        return self.warps * self.strips * self.chunk * int4_tile_bytes(group)
+
     @property
     def registers(self) -> int:
         """float: of a thread, beside one warp of arrange_rows on each of the four register files."""
@@ -100,9 +104,9 @@ class Config:
 
     def smem(self, n: int, k: int, group: int) -> int:
         """Bytes of shared memory: the sum at the top of each kernel."""
-        tile, warps = int4_tile_bytes(group), self.warps
+        warps = self.warps
         depth = ceil_div(ceil_div(k, TILE_K), self.cluster)
-        ring = ceil_div(warps * self.slots * self.strips * self.chunk * tile, 128) * 128
+        ring = ceil_div(self.slots * self.stage(group), 128) * 128
         if self.kind == "integer":
             x_tile = 768 if self.tokens == 2 else 512 if depth <= 64 else 384
             sums = 384 * self.warps_k * self.warps_n * self.strips
@@ -155,7 +159,7 @@ def integer(
     config = Config("integer", tokens, units * cluster, cluster, strips, 0, warps // warps_k, warps_k, chunk)
     each = ceil_div(ceil_div(ceil_div(n, TILE_N), units), config.warps_n * strips)
     each *= ceil_div(ceil_div(ceil_div(tiles, cluster), warps_k), chunk)
-    slots = (SMEM - 128 - config.smem(n, k, group)) // (warps * (strips * chunk * int4_tile_bytes(group) + 8))
+    slots = (SMEM - 128 - config.smem(n, k, group)) // (config.stage(group) + 8 * warps)
     return replace(config, slots=min(slots, each, 16)) if slots >= min(2, each) else None
 
 
@@ -219,7 +223,7 @@ def floats(
         "float", tokens, units * cluster, cluster, strips, 1, warps_n, warps_k, chunk,
         prepare=prepare, wgmma=wgmma, xslots=0 if prepare else min(xslots, steps), share=share,
     )  # fmt: skip
-    stage = warps * strips * chunk * int4_tile_bytes(group) + 16
+    stage = config.stage(group) + 16
     slots = min(steps, 16, (config.limit - 256 - config.smem(n, k, group)) // stage + 1)
     if slots < min(2, steps):
         return None
@@ -261,7 +265,7 @@ def _cost(config: Config, n: int, k: int) -> float:
     each = passes * config.strips * steps * config.chunk
     slots = 110 + config.tokens / 2 + 24 / config.chunk if config.wgmma else max(110, 7 * config.tokens)
     work = each * slots * ceil_div(warps, 4) / 1.9e3 * (1 + 8 / warps)
-    flight = warps * (config.slots - 1) * config.strips * config.chunk * 1072
+    flight = (config.slots - 1) * config.stage(TILE_K)
     memory = max(weights / 4.3e6, (weights + x) / (5.2e6 * config.grid / SMS))
     memory *= 1 + max(0, 100_000 - flight) / 200_000
     sums = config.warps_k * rows * config.tokens * 64 if config.cluster * config.warps_k > 1 else 0

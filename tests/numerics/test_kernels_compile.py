@@ -126,6 +126,13 @@ def test_every_shape_has_a_configuration_that_fits(n, k, group):
         assert c.tokens >= tokens
 
 
+def test_a_norm_before_a_shape_that_was_tuned_without_one():
+    """A cluster whose blocks prepare x for themselves sees a part of the row each, and adds the squares up."""
+    split = [key for key, c in linear_int4_sm90.TUNED.items() if c.prepare and c.cluster > 1]
+    assert split
+    check([linear_int4_sm90.kernel(n, k, 128, tokens, False, "rms", "", 132, True) for n, k, tokens in split])
+
+
 def test_kernels_of_reads_the_configuration():
     qwen = SimpleNamespace(
         model_type="qwen2", hidden_size=896, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864
