@@ -58,6 +58,7 @@ model.layers.0.self_attn: kv_extend_() -> None""",
     )
 
 
+@pytest.mark.slow
 def test_families_and_sizes():
     for family in ("qwen2", "qwen3", "phi3"):
         for phase in ("decode", "prefill"):

@@ -73,6 +73,7 @@ def test_one_layer_keeps_its_own_addition(monkeypatch):
     assert last.target is aten.add_.Tensor
 
 
+@pytest.mark.slow
 def test_padding_stays(monkeypatch):
     mask = torch.ones(2, 192, dtype=torch.int64)
     mask[0, :5] = 0
