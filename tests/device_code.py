@@ -15,8 +15,11 @@ import ctypes
 import os
 import signal
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import pytest
 from torch import Tensor
 
 from fu_compile import jit
@@ -397,6 +400,11 @@ static void run(unsigned grid, unsigned threads, unsigned clusters, size_t smem,
 """
 
 
+def slow_but(quick: Iterable[str], choices: Iterable[str]) -> list[Any]:
+    """Parameters of a test; all but the quick are slow, since a kernel on this machine's threads takes seconds."""
+    return [c if c in quick else pytest.param(c, marks=pytest.mark.slow) for c in choices]
+
+
 def source_of(kernel: jit.Kernel) -> str:
     """A rendered kernel as C++: its dynamic shared memory is the block's."""
     _, text = jit.render(kernel.source, kernel.constants)
@@ -405,9 +413,9 @@ def source_of(kernel: jit.Kernel) -> str:
 
 def build(folder: Path, name: str, text: str) -> ctypes.CDLL:
     """A shared library of device code. Without g++ this is an error: the code would go unchecked."""
+    # one copy: of two, g++ takes `#pragma once` for the same file only when both were written in the same second
+    ours = {"ptx.cuh": PTX, "gemm_ptx.cuh": '#include "ptx.cuh"\n'}
     for header in CSRC.glob("*.cuh"):
-        # one copy: of two, g++ takes `#pragma once` for the same file only when both were written in the same second
-        ours = {"ptx.cuh": PTX, "gemm_ptx.cuh": '#include "ptx.cuh"\n'}
         (folder / header.name).write_text(ours.get(header.name) or header.read_text())
     source = folder / f"{name}.cpp"
     source.write_text(text)

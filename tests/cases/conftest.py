@@ -13,7 +13,6 @@ from fu_compile.errors import FuWarning
 def no_silent_path():
     """Each test starts with an empty Dynamo; a fallback of ours or of Dynamo fails it unless the test expects it."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
     with warnings.catch_warnings(), dynamo_warnings() as logged:
         warnings.simplefilter("error", FuWarning)
         yield

@@ -8,7 +8,7 @@ import ctypes
 
 import pytest
 import torch
-from device_code import build, source_of
+from device_code import build, slow_but, source_of
 from fu_compile.lowerings import gemm_sm90, reference_linear
 
 from fu_compile import formats
@@ -66,13 +66,8 @@ def code_bytes(t):
     return torch.where(t.isnan(), 127, torch.where(t.float() == 0.0, 0, t.view(torch.uint8).int()))
 
 
-def quick_is(one, choices):
-    """The others are for the whole run: a kernel on this machine's threads takes seconds."""
-    return [c if c == one else pytest.param(c, marks=pytest.mark.slow) for c in choices]
-
-
 @pytest.mark.parametrize("rms", [True, False])
-@pytest.mark.parametrize("scaling", quick_is("delayed", formats.FP8_SCALINGS))
+@pytest.mark.parametrize("scaling", slow_but(["delayed"], formats.FP8_SCALINGS))
 def test_codes_scale_and_state(libraries, scaling, rms):
     """Over calls that measure first, saturate, are zero, and are not finite; rows lie apart."""
     ours, theirs = formats.fp8_state(), formats.fp8_state()
@@ -114,7 +109,7 @@ def test_rstd(libraries):
     torch.testing.assert_close(rstd, reference_linear.rstd(x.float(), 1e-5)[:, 0], rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("scaling", quick_is("delayed", ["delayed", "static"]))
+@pytest.mark.parametrize("scaling", slow_but(["delayed"], ["delayed", "static"]))
 def test_an_output_is_written_again_only_if_its_scale_was_wrong(tmp_path, scaling):
     """The GEMM with e4m3 output, launched twice: scale, state and decision of every block."""
     lib, grid = build(tmp_path, "decide", DECIDE), 3

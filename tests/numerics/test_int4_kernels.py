@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from device_code import build, launch, source_of
+from device_code import build, launch, slow_but, source_of
 from fu_compile.lowerings import linear_int4_sm90 as int4
 
 from fu_compile import formats
@@ -127,7 +127,7 @@ def linear_library(folder, kernel, config):
 QUICK = ("prepared, norm", "wgmma")
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
 def test_against_float64(name, tmp_path):
     case = CASES[name]
     c, half, rows = case.config, case.dtype == torch.float16, case.rows or case.tokens
